@@ -1,0 +1,1 @@
+"""Words everybody shares: lanes, work, ops, tickets, spans, the device and stages contracts, records, traces."""

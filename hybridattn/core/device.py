@@ -1,0 +1,106 @@
+"""The device contract: where lanes live. The executor and every policy are written once against it.
+
+    submit(op, after)     never blocks on earlier work
+    ticket.done()         never blocks; True when the op ended, well or badly
+    ticket.wait(bound)    bounded; raises the op's error, or StallError when the bound passes
+
+A lane is in order and its ops do not overlap. An op starts after every ticket in ``after`` ended. If one of those
+failed, the op fails with the same error and does not run. A GPU-lane op whose ``after`` holds an unfinished
+``cpu.attention`` ticket is refused: a real stream cannot wait for host work without stalling; poll or wait first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybridattn.core.errors import DeviceError
+from hybridattn.core.op import CPU, GPU_LANES, Op
+
+
+class Ticket(Protocol):
+    """What submitting an op returns."""
+
+    op: Op
+    start_ns: int  # valid once done()
+    end_ns: int
+    error: BaseException | None
+    result: Any
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_ns: int) -> Any:
+        """Wait at most ``timeout_ns``; returns the result, raises the op's error or ``StallError``."""
+        ...
+
+    def cancel(self) -> None:
+        """Discard the result. The op may still run; what it uses is free only once the ticket ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An op that has ended: ``[start_ns, end_ns)`` on its lane."""
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    layer: int = -1
+    rows: int = 0
+    num_bytes: int = 0
+    ready_ns: int = 0  # when the last ticket of `after` ended (0: it waited for nothing)
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a tier."""
+
+    total: int
+    free: int
+
+
+class Device(Protocol):
+    """A machine with the four lanes of ``hybridattn.core.op.LANES``."""
+
+    name: str
+    kind: str  # "measured", "emulated" or "simulated": goes into every row, so that they never mix
+    profile: str  # fingerprint of the profile that prices ops, or of this machine
+
+    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket: ...
+
+    def now_ns(self) -> int: ...
+
+    def sleep_until_ns(self, when_ns: int) -> None: ...
+
+    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
+        """Return when one of ``tickets`` is done; ``StallError`` naming them when the bound passes."""
+        ...
+
+    def drain(self, timeout_ns: int) -> list[Span]:
+        """Wait for all submitted ops, then return the spans since the last drain; raises the first op's error."""
+        ...
+
+    def memory(self, tier: str) -> Memory: ...
+
+    def reserve(self, tier: str, num_bytes: int, what: str) -> None:
+        """Book ``num_bytes`` of a tier; refuses more than there is, with both numbers."""
+        ...
+
+    def close(self) -> None:
+        """Bounded; idempotent. Ops not yet started are dropped with an error."""
+        ...
+
+
+def check_after(op: Op, after: Iterable[Ticket]) -> None:
+    """Refuse a GPU-lane op that would have to wait for unfinished host work (see the module's docstring)."""
+    if op.lane not in GPU_LANES:
+        return
+    for ticket in after:
+        if ticket.op.lane == CPU and not ticket.done():
+            raise DeviceError(f"{op.describe()} may not wait for unfinished host work ({ticket.op.describe()}): poll it first")

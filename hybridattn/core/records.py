@@ -1,0 +1,78 @@
+"""What a run leaves behind: one record per request, one per pass. Metrics are pure functions of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridattn.core.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request, without its text. Times are the device's clock in nanoseconds.
+
+    ``token_ns[i]`` is when output token ``i`` was known to the driver. ``finish_reason`` is ``stop``, ``length``,
+    ``abort`` or ``error``; anything but the first two is a failure. ``tier`` is where its KV lived last.
+    """
+
+    request_id: str
+    arrival_ns: int
+    end_ns: int
+    prompt_tokens: int
+    token_ns: tuple[int, ...]
+    finish_reason: str
+    tier: str = "gpu"
+    scheduled_ns: int | None = None
+    preemptions: int = 0
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.end_ns < self.arrival_ns:
+            raise InputError(f"request {self.request_id}: end_ns {self.end_ns} lies before arrival_ns {self.arrival_ns}")
+        if any(a > b for a, b in zip(self.token_ns, self.token_ns[1:], strict=False)):
+            raise InputError(f"request {self.request_id}: token_ns goes back in time")
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_ns)
+
+    @property
+    def failed(self) -> bool:
+        return self.finish_reason not in ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One pass of the GPU over the layers (or, with ``gpu_rows == 0``, one round of detours).
+
+    ``layers_advanced`` counts cohort-layers: a cohort of any size that went from layer l to l+1 counts one.
+    ``cohorts`` is the number of cohorts in flight when the pass began, those launched by it included.
+    """
+
+    index: int
+    start_ns: int
+    end_ns: int
+    gpu_rows: int
+    prefill_tokens: int
+    cpu_rows: int
+    cohorts: int
+    layers_advanced: int
+    polls_made: int
+    polls_hit: int
+    joins: int
+    skips: int
+    waits: int
+    detours: int
+
+    @property
+    def polls_missed(self) -> int:
+        return self.polls_made - self.polls_hit
+
+
+@dataclass(slots=True)
+class RunRecords:
+    """Everything metrics need of one run."""
+
+    num_layers: int
+    requests: list[RequestRecord] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
