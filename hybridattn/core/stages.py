@@ -1,0 +1,184 @@
+"""The stages contract: what a model does at each step of a pass, as ops for a device.
+
+The executor calls these in the driver's thread, in the order of the picture below, and submits what they return.
+``TorchStages`` returns ops that compute; ``PricedStages`` returns ops that only have a price. One GPU pass, one cohort
+of CPU rows standing at layer l (time runs to the right):
+
+    gpu.compute   |attention(l, G)|linear(l, G + cohort): post(l), pre(l+1)|attention(l+1, G)|...
+    gpu.h2d          |fetch(l, cohort)|
+    gpu.d2h                                                                |send(l+1, cohort)|
+    cpu.attention  ...(l, cohort)|                                                           |(l+1, cohort) ...
+
+Integers, tables and token ids that an op needs are read when the op is made, not when it runs: the driver changes
+requests while ops are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybridattn.core.device import Ticket
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import Op
+
+GPU_TIER, CPU_TIER = "gpu", "cpu"
+TIERS = (GPU_TIER, CPU_TIER)
+
+
+class RequestLike(Protocol):
+    """What stages read of a request (``hybridattn.runtime.request.Request``)."""
+
+    request_id: str
+    token_ids: list[int]  # prompt, then output
+    num_prompt: int
+    blocks: list[int]  # of its tier, in order of position
+    tier: str
+    params: Any  # SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one request that go through all layers on the GPU in one pass.
+
+    ``tier`` is where their K,V goes: a prefill of a CPU-tier request computes on the GPU and hands its K,V down.
+    ``samples`` says that the logits of the last token are wanted.
+    """
+
+    request: RequestLike
+    tier: str
+    start: int
+    num_tokens: int
+    samples: bool
+    prefill: bool
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or self.start < 0:
+            raise InputError(f"segment of {self.request.request_id}: start {self.start}, num_tokens {self.num_tokens}")
+        if not self.prefill and (self.num_tokens != 1 or self.tier != GPU_TIER):
+            raise InputError(f"segment of {self.request.request_id}: a decode row is one token of a GPU-tier request")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The GPU rows of one pass. Decode rows come before prefill segments."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        seen_prefill = False
+        for s in self.segments:
+            if seen_prefill and not s.prefill:
+                raise InputError("batch: decode rows must come before prefill segments")
+            seen_prefill = seen_prefill or s.prefill
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments if s.prefill)
+
+    @property
+    def handed_down(self) -> tuple[Segment, ...]:
+        """Prefill segments whose K,V goes to the CPU tier."""
+        return tuple(s for s in self.segments if s.tier == CPU_TIER)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRow:
+    """One token of a CPU-tier request on its way through the layers."""
+
+    request: RequestLike
+    position: int
+
+
+class Cohort:
+    """CPU rows that move through the layers together.
+
+    Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
+    end. ``layer`` is where its attention is in flight (``ticket``) or finished. ``dead`` marks rows whose request was
+    aborted or preempted: they ride along, attend to nothing, and their result is discarded.
+    """
+
+    __slots__ = (
+        "dead", "entered_pass", "first_slot", "layer", "number", "requests", "rows", "submitted_ns", "submitted_pass",
+        "ticket",
+    )  # fmt: skip
+
+    def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int, entered_pass: int) -> None:
+        self.number = number
+        self.rows = tuple(rows)
+        self.requests = tuple(r.request.request_id for r in rows)
+        self.first_slot = first_slot
+        self.layer = -1
+        self.entered_pass = entered_pass
+        self.submitted_pass = entered_pass
+        self.submitted_ns = 0
+        self.ticket: Ticket | None = None
+        self.dead: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that a request got."""
+
+    request: RequestLike
+    token_id: int
+    time_ns: int
+
+
+class Stages(Protocol):
+    """A model, cut at attention. Every method returns an op; none of them blocks or computes."""
+
+    num_layers: int
+
+    def begin(self, batch: Batch) -> None:
+        """Plan the GPU rows of the coming pass (tables, positions, token ids)."""
+        ...
+
+    def launch(self, cohort: Cohort) -> None:
+        """Plan a new cohort (tables, positions, token ids)."""
+        ...
+
+    def replan(self, cohort: Cohort) -> None:
+        """Rows of ``cohort`` died: their blocks must not be touched by attention ops made from now on."""
+        ...
+
+    def attention(self, layer: int, batch: Batch) -> Op:
+        """gpu.compute: writes K,V of GPU-tier rows and attends."""
+        ...
+
+    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+        """gpu.compute: post(layer) and pre(layer + 1) for the rows present.
+
+        ``layer == -1`` embeds and does pre(0) only; the last layer does post, the head and sampling, and its ticket's
+        result is a list of token ids: sampling segments first, then the rows of the cohorts, dead ones included.
+        """
+        ...
+
+    def send(self, cohort: Cohort) -> Op:
+        """gpu.d2h: q, k, v of the cohort at its layer go down."""
+        ...
+
+    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
+        """cpu.attention: appends k, v to the CPU pages, then attends."""
+        ...
+
+    def fetch(self, cohort: Cohort) -> Op:
+        """gpu.h2d: the attention output of the cohort goes up."""
+        ...
+
+    def pull(self, layer: int, segment: Segment) -> Op:
+        """gpu.h2d: K,V of this layer's earlier tokens of a chunked CPU-tier prefill go up into the staging area."""
+        ...
+
+    def hand_down(self, layer: int, segment: Segment) -> Op:
+        """gpu.d2h: K,V of this segment at this layer are packed into the CPU pages."""
+        ...
+
+    def finish(self, cohort: Cohort) -> None:
+        """The cohort ended; its per-cohort state may go."""
+        ...
