@@ -1,0 +1,33 @@
+"""Triton kernels for paged attention, usable alone (torch and triton only). See README.md.
+
+Decode and prefill attention over a paged KV cache with LSE, KV append with int8 quantisation, packing for the CPU's
+tile layout, merging of partial results, and the fused row-wise steps of a Llama-like layer.
+"""
+
+from gpu_kernels.capability import Capability, capability_of
+from gpu_kernels.checks import CacheShape, cache_shape
+from gpu_kernels.decode import DecodePlan, paged_decode_attention, plan_decode
+from gpu_kernels.fused import rms_norm, rope, silu_mul
+from gpu_kernels.kv_cache import append_kv, check_slots
+from gpu_kernels.merge import merge_state, merge_states
+from gpu_kernels.prefill import PrefillPlan, plan_prefill, prefill_attention
+
+__all__ = [
+    "CacheShape",
+    "Capability",
+    "DecodePlan",
+    "PrefillPlan",
+    "append_kv",
+    "cache_shape",
+    "capability_of",
+    "check_slots",
+    "merge_state",
+    "merge_states",
+    "paged_decode_attention",
+    "plan_decode",
+    "plan_prefill",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+]

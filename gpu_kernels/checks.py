@@ -1,0 +1,202 @@
+"""Argument checks that more than one launcher needs. Each raises one sentence: argument, row, numbers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_kernels.config import DTYPES, HEAD_DIMS, PAGE_SIZES
+
+_INT32_MAX = 2**31 - 1
+
+
+def refuse(name: str, problem: str) -> None:
+    """Raise the package's one kind of complaint."""
+    raise ValueError(f"{name}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Geometry of one layer's paged cache: K and V are [num_pages, num_kv_heads, page_size, head_dim] each."""
+
+    num_pages: int
+    num_kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    stride: int
+    stride_head: int
+
+    def __post_init__(self) -> None:
+        check_head_dim("head_dim", self.head_dim)
+        if self.page_size not in PAGE_SIZES:
+            refuse("page_size", f"{self.page_size} is not supported; use one of {PAGE_SIZES}")
+        if self.num_kv_heads < 1:
+            refuse("num_kv_heads", f"{self.num_kv_heads} must be at least 1")
+        if self.dtype not in (*DTYPES, torch.int8):
+            refuse("k_cache", f"dtype {self.dtype} is not supported; use float32, float16, bfloat16 or int8")
+        if max(self.stride, self.stride_head) > _INT32_MAX:
+            refuse("k_cache", f"page stride {self.stride} exceeds {_INT32_MAX} elements")
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype is torch.int8
+
+    @property
+    def page_shift(self) -> int:
+        return self.page_size.bit_length() - 1
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+
+def cache_shape(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheShape:
+    """Read the geometry off one layer's cache tensors."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4:
+            refuse(name, f"shape {tuple(cache.shape)} is not [num_pages, num_kv_heads, page_size, head_dim]")
+        if cache.stride(3) != 1 or cache.stride(2) != cache.shape[3]:
+            refuse(name, f"strides {cache.stride()} do not keep the positions of a page and head contiguous")
+        check_aligned(name, cache)
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.dtype != v_cache.dtype:
+        refuse(
+            "v_cache",
+            f"shape {tuple(v_cache.shape)}, strides {v_cache.stride()}, {v_cache.dtype} differ from k_cache's "
+            f"{tuple(k_cache.shape)}, {k_cache.stride()}, {k_cache.dtype}",
+        )
+    if k_cache.device != v_cache.device:
+        refuse("v_cache", f"is on {v_cache.device} and k_cache on {k_cache.device}")
+    pages, heads, page_size, head_dim = k_cache.shape
+    return CacheShape(
+        pages, heads, page_size, head_dim, k_cache.dtype, k_cache.device, k_cache.stride(0), k_cache.stride(1)
+    )
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        refuse(name, f"{head_dim} is not supported; use a multiple of 16 from 16 to 256")
+
+
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Kernels are compiled for 16-byte aligned data; another start would compile one more, unchecked variant."""
+    if tensor.numel() and tensor.data_ptr() % 16:
+        refuse(name, f"data starts {tensor.data_ptr() % 16} bytes past a 16-byte boundary")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Shape, dtype, device, and contiguity of the last axis."""
+    if tuple(tensor.shape) != shape:
+        refuse(name, f"shape {tuple(tensor.shape)} is not the needed {shape}")
+    if tensor.dtype not in dtypes:
+        refuse(name, f"dtype {tensor.dtype} is not one of {', '.join(str(dtype) for dtype in dtypes)}")
+    if tensor.device != device:
+        refuse(name, f"is on {tensor.device} and the other tensors on {device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        refuse(name, f"strides {tensor.stride()} do not keep the last axis contiguous")
+
+
+def check_rows(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """``check_tensor`` for data that kernels read in 16-byte pieces: [rows, (heads,) columns]."""
+    check_tensor(name, tensor, shape, dtypes, device)
+    check_aligned(name, tensor)
+    for axis in range(tensor.dim() - 1):
+        if tensor.shape[axis] > 1 and (tensor.stride(axis) % 16 or tensor.stride(axis) > _INT32_MAX):
+            refuse(name, f"stride {tensor.stride(axis)} of axis {axis} is not a multiple of 16 below 2**31")
+
+
+def check_scales(
+    cache: CacheShape, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """int8 caches need both scales, [num_pages, num_kv_heads, page_size] float32; others take none."""
+    if not cache.quantised:
+        if k_scale is not None or v_scale is not None:
+            refuse("k_scale, v_scale", f"given for a cache of {cache.dtype}, which has none")
+        return None
+    if k_scale is None or v_scale is None:
+        raise ValueError("k_scale, v_scale: an int8 cache needs both, [num_pages, num_kv_heads, page_size] float32")
+    shape = (cache.num_pages, cache.num_kv_heads, cache.page_size)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_tensor(name, scale, shape, (torch.float32,), cache.device)
+        if not scale.is_contiguous():
+            refuse(name, f"strides {scale.stride()} are not those of a contiguous tensor")
+    return k_scale, v_scale
+
+
+def host_integers(name: str, values: torch.Tensor | np.ndarray, dtype: str, dim: int) -> np.ndarray:
+    """An integer argument as a host array of its own; a CUDA tensor is copied down, which waits for the device."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.dtype != np.dtype(dtype):
+        refuse(name, f"dtype {array.dtype} is not {dtype}")
+    if array.ndim != dim:
+        refuse(name, f"{array.ndim} dimensions are not the needed {dim}")
+    return np.array(array)
+
+
+def per_head(
+    name: str, values: torch.Tensor | np.ndarray | None, num_q_heads: int, absent: float, device: torch.device
+) -> torch.Tensor:
+    """A float32 value per query head on ``device``; ``absent`` stands where the argument is not given."""
+    if values is None:
+        return torch.full((num_q_heads,), absent, dtype=torch.float32, device=device)
+    tensor = torch.as_tensor(values)
+    if tuple(tensor.shape) != (num_q_heads,):
+        refuse(name, f"shape {tuple(tensor.shape)} is not ({num_q_heads},), one value per query head")
+    host = tensor.detach().to("cpu", torch.float32)
+    if not bool(torch.isfinite(host).all()):
+        refuse(name, f"holds a value that is not finite: {host.tolist()}")
+    return host.to(device, copy=True)
+
+
+def check_scalars(num_q_heads: int, num_kv_heads: int, sm_scale: float, window_left: int, logits_soft_cap: float) -> None:
+    """The scalar half of the attention contract."""
+    if num_q_heads < 1 or num_q_heads % num_kv_heads:
+        refuse("num_q_heads", f"{num_q_heads} is not a positive multiple of num_kv_heads {num_kv_heads}")
+    if not np.isfinite(sm_scale):
+        refuse("sm_scale", f"{sm_scale} is not finite")
+    if not -1 <= window_left <= _INT32_MAX:
+        refuse("window_left", f"{window_left} is neither -1 (no window) nor a number of earlier positions")
+    if not (np.isfinite(logits_soft_cap) and logits_soft_cap >= 0.0):
+        refuse("logits_soft_cap", f"{logits_soft_cap} is neither 0 (no cap) nor a positive number")
+
+
+def check_table(block_table: np.ndarray, seq_lens: np.ndarray, first_keys: np.ndarray, cache: CacheShape) -> None:
+    """Every page that will be read exists; entries before the window and past the last used page are not looked at."""
+    if block_table.shape[0] != seq_lens.shape[0]:
+        refuse("block_table", f"{block_table.shape[0]} rows do not match the {seq_lens.shape[0]} sequences of seq_lens")
+    negative = np.flatnonzero(seq_lens < 0)
+    if negative.size:
+        refuse("seq_lens", f"sequence {negative[0]} has length {seq_lens[negative[0]]}")
+    pages = -(-seq_lens.astype(np.int64) // cache.page_size)
+    short = np.flatnonzero(pages > block_table.shape[1])
+    if short.size:
+        row, columns = short[0], block_table.shape[1]
+        refuse(
+            "block_table",
+            f"sequence {row} has length {seq_lens[row]} and needs {pages[row]} pages of {cache.page_size}, the table's "
+            f"{columns} columns hold {columns * cache.page_size}",
+        )
+    column = np.arange(block_table.shape[1])
+    used = (column >= (first_keys // cache.page_size)[:, None]) & (column < pages[:, None])
+    bad = np.argwhere(used & ((block_table < 0) | (block_table >= cache.num_pages)))
+    if bad.size:
+        row, col = bad[0]
+        refuse(
+            "block_table",
+            f"sequence {row}, column {col} names page {block_table[row, col]}, there are {cache.num_pages} pages",
+        )
+
+
+def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """int32 arrays as tensors on ``device``, in one copy."""
+    starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays])  # each part 16-byte aligned
+    flat = np.zeros(max(int(starts[-1]), 1), np.int32)
+    for start, array in zip(starts, arrays, strict=False):
+        flat[start : start + array.size] = array.ravel()
+    packed = torch.from_numpy(flat).to(device, non_blocking=True)
+    return [packed[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]

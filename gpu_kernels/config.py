@@ -1,0 +1,120 @@
+"""Launch configurations: explicit, per shape class and compute capability. No autotuning.
+
+Everything that makes Triton compile another variant is decided here, so the compile gate can list all of them
+(``variants.py``).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from gpu_kernels.capability import Capability
+
+HEAD_DIMS = range(16, 257, 16)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SPLIT_MULTIPLE = 64  # no decode tile is longer, so a split always begins on a tile
+MAX_HIDDEN = 16_384
+HEADS_PER_PROGRAM = 4  # append, rope
+ROWS_PER_PROGRAM = 4  # merge
+PARTS_PER_STEP = 32  # combine
+SILU_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Compile-time constants and launch options of one kernel variant."""
+
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_warps not in (1, 2, 4, 8, 16) or self.num_stages < 1:
+            raise ValueError(f"num_warps, num_stages: {self.num_warps}, {self.num_stages} is no launch configuration")
+
+
+def block_of(columns: int) -> int:
+    """The power of two that holds this many columns, at least 16."""
+    return max(16, triton.next_power_of_2(columns))
+
+
+def decode_config(
+    dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability
+) -> Config:
+    """``bodies.decode.attend_split``. The group is padded to 16 rows, the least a tensor core takes, or to blocks of 32.
+
+    Keys per tile x head_dim are chosen so that K and V tiles times the stages fit the smallest shared memory among
+    the devices of the class (99 KiB on 8.6 and 8.9).
+    """
+    block_d = block_of(head_dim)
+    if dtype is torch.float32:
+        block_n, stages = (32, 2) if block_d <= 128 else (16, 2)
+    else:
+        block_n = 64 if block_d <= 128 else 32
+        stages = 3 if capability.shared_bytes >= 160_000 else 2
+    constants = {
+        "QUANTISED": quantised,
+        "EXTRAS": extras,
+        "BLOCK_G": 16 if group <= 16 else 32,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+    }
+    return Config(constants, num_warps=4, num_stages=stages)
+
+
+def combine_config(head_dim: int) -> Config:
+    """``bodies.decode.combine``."""
+    return Config({"BLOCK_P": PARTS_PER_STEP, "BLOCK_D": block_of(head_dim)}, num_warps=4)
+
+
+def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: int, capability: Capability) -> Config:
+    """``bodies.prefill.attend_tile``."""
+    block_d = block_of(head_dim)
+    block_m, warps, stages = 64, 4, 2
+    if dtype is torch.float32:
+        block_m, block_n = (32, 32) if block_d <= 128 else (16, 16)
+    else:
+        block_n = 64 if block_d <= 128 else 32
+        if block_d > 128:
+            warps = 8
+        if capability.shared_bytes >= 160_000 and block_d <= 128:
+            stages = 3
+    constants = {
+        "QUANTISED": quantised,
+        "EXTRAS": extras,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+    }
+    return Config(constants, num_warps=warps, num_stages=stages)
+
+
+def append_config(quantised: bool, head_dim: int) -> Config:
+    """``bodies.cache.append``."""
+    constants = {"QUANTISED": quantised, "BLOCK_H": HEADS_PER_PROGRAM, "BLOCK_D": block_of(head_dim)}
+    return Config(constants, num_warps=2)
+
+
+def merge_config(head_dim: int) -> Config:
+    """``bodies.merge.merge``."""
+    return Config({"BLOCK_R": ROWS_PER_PROGRAM, "BLOCK_D": block_of(head_dim)}, num_warps=2)
+
+
+def rms_norm_config(add: bool, hidden: int) -> Config:
+    """``bodies.fused.rms_norm``: one row in registers, at most 32 elements per thread."""
+    block = max(1024, triton.next_power_of_2(hidden))
+    return Config({"ADD": add, "BLOCK": block}, num_warps=min(16, max(4, block // 1024)))
+
+
+def rope_config(interleaved: bool, half_dim: int) -> Config:
+    """``bodies.fused.rope``."""
+    constants = {"INTERLEAVED": interleaved, "BLOCK_H": HEADS_PER_PROGRAM, "BLOCK_D": block_of(half_dim)}
+    return Config(constants, num_warps=2)
+
+
+def silu_mul_config() -> Config:
+    """``bodies.fused.silu_mul``."""
+    return Config({"BLOCK": SILU_BLOCK}, num_warps=4)

@@ -1,0 +1,295 @@
+"""Paged decode attention: plan once per batch, run once per layer.
+
+::
+
+    host   plan (checks, work list, one upload)   run(layer 0)   run(layer 1)  ...
+    GPU                                             attend_split combine | attend_split combine | ...
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_kernels.bodies import decode as bodies
+from gpu_kernels.capability import Capability, capability_of
+from gpu_kernels.checks import (
+    CacheShape,
+    cache_shape,
+    check_rows,
+    check_scalars,
+    check_scales,
+    check_table,
+    check_tensor,
+    host_integers,
+    per_head,
+    refuse,
+    upload,
+)
+from gpu_kernels.config import DTYPES, SPLIT_MULTIPLE, combine_config, decode_config
+from gpu_kernels.launch import launch
+
+DEFAULT_SPLIT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What a batch's decode attention does, the same for every layer of equal cache geometry. Made by `plan_decode`."""
+
+    cache: CacheShape
+    capability: Capability
+    q_dtype: torch.dtype
+    num_seqs: int
+    num_q_heads: int
+    num_parts: int
+    sm_scale: float
+    window_left: int
+    logits_soft_cap: float
+    extras: bool
+    split_tokens: int
+    item_seq: torch.Tensor
+    item_split: torch.Tensor
+    part_start: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    alibi_slopes: torch.Tensor
+    sinks: torch.Tensor
+    no_sinks: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.num_parts < self.num_seqs:
+            raise ValueError(f"num_parts: {self.num_parts} parts can't cover {self.num_seqs} sequences")
+
+    @property
+    def direct(self) -> bool:
+        """Whether every sequence is one split, so that no parts are kept and merged."""
+        return self.num_parts == self.num_seqs
+
+    @property
+    def workspace_size(self) -> int:
+        """Elements of float32 workspace that `run` needs."""
+        head_dim = self.cache.head_dim
+        return 0 if self.direct else self.num_parts * self.num_q_heads * (head_dim + 1)
+
+    def make_workspace(self) -> torch.Tensor:
+        """A workspace for `run`; runs that may overlap need one each."""
+        return torch.empty(self.workspace_size, dtype=torch.float32, device=self.cache.device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        *,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the attention of one layer on the current stream.
+
+        Parameters
+        ----------
+        q
+            [num_seqs, num_q_heads, head_dim] of the plan's ``q_dtype``; may be a view into a fused QKV matrix.
+        k_cache, v_cache
+            [num_pages, num_kv_heads, page_size, head_dim] each, with the geometry the plan was made for.
+        out
+            Same shape as ``q``, its dtype or float32; made when absent.
+        lse
+            [num_seqs, num_q_heads] float32, natural log; made when absent. A sequence without keys: out 0, lse -inf.
+        k_scale, v_scale
+            For an int8 cache: [num_pages, num_kv_heads, page_size] float32.
+        workspace
+            ``workspace_size`` float32 elements or more; made when absent.
+
+        Returns
+        -------
+        out, lse
+
+        Raises
+        ------
+        ValueError
+            where a tensor does not fit the plan.
+        """
+        device, head_dim = self.cache.device, self.cache.head_dim
+        shape = (self.num_seqs, self.num_q_heads, head_dim)
+        if cache_shape(k_cache, v_cache) != self.cache:
+            refuse("k_cache", f"geometry {cache_shape(k_cache, v_cache)} is not the plan's {self.cache}")
+        scales = check_scales(self.cache, k_scale, v_scale)
+        check_rows("q", q, shape, (self.q_dtype,), device)
+        if out is None:
+            out = torch.empty(shape, dtype=self.q_dtype, device=device)
+        check_rows("out", out, shape, (self.q_dtype, torch.float32), device)
+        if lse is None:
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
+        check_tensor("lse", lse, shape[:2], (torch.float32,), device)
+        if self.direct:
+            self._attend(q, k_cache, v_cache, scales, self.sinks, out, lse)
+        else:
+            parts, part_lse = self._parts(workspace)
+            self._attend(q, k_cache, v_cache, scales, self.no_sinks, parts, part_lse)
+            self._combine(parts, part_lse, out, lse)
+        return out, lse
+
+    def _parts(self, workspace: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if workspace is None:
+            workspace = self.make_workspace()
+        if workspace.dtype is not torch.float32 or not workspace.is_contiguous():
+            refuse("workspace", f"{workspace.dtype}, strides {workspace.stride()}: contiguous float32 is needed")
+        if workspace.numel() < self.workspace_size or workspace.device != self.cache.device:
+            refuse(
+                "workspace",
+                f"{workspace.numel()} elements on {workspace.device}; {self.workspace_size} on {self.cache.device} are needed",
+            )
+        flat = workspace.view(-1)
+        cut = self.num_parts * self.num_q_heads * self.cache.head_dim
+        parts = flat[:cut].view(self.num_parts, self.num_q_heads, self.cache.head_dim)
+        return parts, flat[cut : self.workspace_size].view(self.num_parts, self.num_q_heads)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor] | None,
+        sinks: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        cache, group = self.cache, self.num_q_heads // self.cache.num_kv_heads
+        k_scale, v_scale = scales or (self.sinks, self.sinks)  # a float32 pointer that is not followed
+        config = decode_config(self.q_dtype, cache.quantised, self.extras, group, cache.head_dim, self.capability)
+        grid = (self.num_parts, cache.num_kv_heads, -(-group // config.constants["BLOCK_G"]))
+        launch(
+            bodies.attend_split, grid, config, cache.device,
+            q, k_cache, v_cache, k_scale, v_scale, self.alibi_slopes, sinks, self.item_seq, self.item_split,
+            self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), cache.stride, cache.stride_head,
+            cache.num_kv_heads * cache.page_size, cache.page_size, out.stride(0), out.stride(1), lse.stride(0),
+            self.block_table.stride(0), self.sm_scale, self.logits_soft_cap, self.window_left, group, cache.head_dim,
+            cache.page_shift, self.split_tokens,
+        )  # fmt: skip
+
+    def _combine(self, parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        launch(
+            bodies.combine, (self.num_seqs, self.num_q_heads), combine_config(self.cache.head_dim), self.cache.device,
+            parts, part_lse, self.part_start, self.sinks, out, lse, out.stride(0), out.stride(1), lse.stride(0),
+            self.num_q_heads, self.cache.head_dim,
+        )  # fmt: skip
+
+
+def plan_decode(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | np.ndarray,
+    seq_lens: torch.Tensor | np.ndarray,
+    num_q_heads: int,
+    *,
+    q_dtype: torch.dtype | None = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | np.ndarray | None = None,
+    sinks: torch.Tensor | np.ndarray | None = None,
+    split_tokens: int = DEFAULT_SPLIT_TOKENS,
+) -> DecodePlan:
+    """Check a batch and lay out its work. Everything that can be refused is refused here.
+
+    Parameters
+    ----------
+    k_cache, v_cache
+        One layer's cache, for its geometry: [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16
+        or int8. Contents are not read.
+    block_table
+        [num_seqs, max_pages] int32. Entries before the window and past a sequence's last page are never read.
+    seq_lens
+        [num_seqs] int32, keys per sequence; 0 is an empty sequence. Give host tensors: device ones are copied down.
+    q_dtype
+        dtype of the queries; the cache's by default, and for an int8 cache the device's 16-bit type.
+    sm_scale
+        Factor on q.k; ``head_dim ** -0.5`` by default.
+    window_left
+        The query attends to the last ``window_left + 1`` positions; -1: all.
+    logits_soft_cap
+        ``cap * tanh(score / cap)`` before bias and mask; 0: none.
+    alibi_slopes, sinks
+        [num_q_heads]: slope times (key position - query position) is added; a sink is a further logit without a value.
+    split_tokens
+        Keys per split, a multiple of 64. Results depend on it (by rounding), never on the other rows.
+
+    Raises
+    ------
+    ValueError
+        one sentence that names the argument, the sequence and the numbers.
+    """
+    cache = cache_shape(k_cache, v_cache)
+    capability = capability_of(cache.device)
+    dtype = q_dtype or (capability.half if cache.quantised else cache.dtype)
+    scale = cache.head_dim**-0.5 if sm_scale is None else float(sm_scale)
+    check_query_dtype(dtype, cache, capability)
+    check_scalars(num_q_heads, cache.num_kv_heads, scale, window_left, logits_soft_cap)
+    if split_tokens < SPLIT_MULTIPLE or split_tokens % SPLIT_MULTIPLE:
+        refuse("split_tokens", f"{split_tokens} is not a positive multiple of {SPLIT_MULTIPLE}")
+    table = host_integers("block_table", block_table, "int32", 2)
+    lens = host_integers("seq_lens", seq_lens, "int32", 1)
+    first_keys = np.maximum(lens.astype(np.int64) - 1 - window_left, 0) if window_left >= 0 else np.zeros_like(lens)
+    check_table(table, lens, first_keys, cache)
+    item_seq, item_split, part_start = _work(lens, first_keys, split_tokens)
+    uploaded = upload(cache.device, item_seq, item_split, part_start, table, lens)
+    return DecodePlan(
+        cache, capability, dtype, lens.size, num_q_heads, item_seq.size, scale, window_left, float(logits_soft_cap),
+        logits_soft_cap > 0.0 or alibi_slopes is not None, split_tokens, *uploaded,
+        per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
+        per_head("sinks", sinks, num_q_heads, -np.inf, cache.device),
+        per_head("sinks", None, num_q_heads, -np.inf, cache.device),
+    )  # fmt: skip
+
+
+def check_query_dtype(dtype: torch.dtype, cache: CacheShape, capability: Capability) -> None:
+    """Queries have the cache's dtype, or any float type beside an int8 cache."""
+    if dtype not in DTYPES:
+        refuse("q_dtype", f"{dtype} is not supported; use float32, float16 or bfloat16")
+    if not cache.quantised and dtype is not cache.dtype:
+        refuse("q_dtype", f"{dtype} does not match the cache's {cache.dtype}")
+    capability.refuse_dtype("q_dtype", dtype)
+
+
+def _work(lens: np.ndarray, first_keys: np.ndarray, split_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Work items in sequence order: item -> sequence, item -> split, and each sequence's first item.
+
+    Splits wholly before the window are left out; an empty sequence gets one item, which writes its empty result.
+    """
+    first_split = first_keys.astype(np.int64) // split_tokens
+    counts = np.maximum(-(-lens.astype(np.int64) // split_tokens) - first_split, 1)
+    part_start = np.concatenate(([0], np.cumsum(counts)))
+    item_seq = np.repeat(np.arange(lens.size), counts)
+    item_split = np.arange(part_start[-1]) - part_start[item_seq] + first_split[item_seq]
+    return item_seq.astype(np.int32), item_split.astype(np.int32), part_start.astype(np.int32)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | np.ndarray,
+    seq_lens: torch.Tensor | np.ndarray,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | np.ndarray | None = None,
+    sinks: torch.Tensor | np.ndarray | None = None,
+    split_tokens: int = DEFAULT_SPLIT_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`plan_decode` and `DecodePlan.run` in one call, for a caller with one layer. Returns ``out, lse``."""
+    plan = plan_decode(
+        k_cache, v_cache, block_table, seq_lens, q.shape[1], q_dtype=q.dtype, sm_scale=sm_scale,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        split_tokens=split_tokens,
+    )  # fmt: skip
+    return plan.run(q, k_cache, v_cache, out, lse, k_scale=k_scale, v_scale=v_scale)

@@ -1,0 +1,80 @@
+"""Writing new tokens' K and V into a layer's paged cache."""
+
+import torch
+
+from gpu_kernels.bodies import cache as bodies
+from gpu_kernels.capability import capability_of
+from gpu_kernels.checks import CacheShape, cache_shape, check_rows, check_scales, check_tensor, refuse
+from gpu_kernels.config import DTYPES, append_config
+from gpu_kernels.launch import launch
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_ids: bool = True,
+) -> None:
+    """Write token rows into their slots, converting to the cache's dtype (int8: scale = max|x| / 127 per token and head).
+
+    Parameters
+    ----------
+    k, v
+        [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16; may be views into a fused QKV matrix.
+    k_cache, v_cache
+        [num_pages, num_kv_heads, page_size, head_dim].
+    slot_mapping
+        [num_tokens] int64, ``page * page_size + offset``, each slot at most once; -1 skips the row.
+    k_scale, v_scale
+        For an int8 cache: [num_pages, num_kv_heads, page_size] float32, written.
+    check_ids
+        Check the slots' range and uniqueness. On a CUDA tensor that waits for the device: call `check_slots` on the
+        host's copy once per batch, and pass False for every layer.
+
+    Raises
+    ------
+    ValueError
+        one sentence that names the argument, the row and the numbers.
+    """
+    cache = cache_shape(k_cache, v_cache)
+    capability = capability_of(cache.device)
+    shape = (slot_mapping.shape[0], cache.num_kv_heads, cache.head_dim)
+    check_tensor("slot_mapping", slot_mapping, shape[:1], (torch.int64,), cache.device)
+    if check_ids:
+        check_slots(slot_mapping, cache)
+    check_rows("k", k, shape, DTYPES, cache.device)
+    check_rows("v", v, shape, (k.dtype,), cache.device)
+    capability.refuse_dtype("k", k.dtype)
+    capability.refuse_dtype("k_cache", cache.dtype)
+    scales = check_scales(cache, k_scale, v_scale) or (slot_mapping, slot_mapping)  # a pointer that is not followed
+    config = append_config(cache.quantised, cache.head_dim)
+    grid = (shape[0], -(-cache.num_kv_heads // config.constants["BLOCK_H"]))
+    launch(
+        bodies.append, grid, config, cache.device,
+        k, v, slot_mapping, k_cache, v_cache, *scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cache.stride, cache.stride_head, cache.num_kv_heads * cache.page_size, cache.page_size, cache.num_kv_heads,
+        cache.head_dim, cache.page_shift,
+    )  # fmt: skip
+
+
+def check_slots(slot_mapping: torch.Tensor, cache: CacheShape) -> None:
+    """Refuse slots out of range, and a slot that two rows would write at once."""
+    slots = slot_mapping.detach().cpu()
+    bad = ((slots < -1) | (slots >= cache.num_slots)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        refuse(
+            "slot_mapping",
+            f"row {row} names slot {int(slots[row])}; slots go from 0 to {cache.num_slots - 1}, and -1 skips a row",
+        )
+    used, counts = slots[slots >= 0].unique(return_counts=True)
+    twice = (counts > 1).nonzero()
+    if len(twice):
+        slot = int(used[twice[0]])
+        rows = (slots == slot).nonzero().flatten().tolist()
+        refuse("slot_mapping", f"slot {slot} is named by rows {rows}; a slot may be written once per call")
