@@ -1,0 +1,112 @@
+"""GGUF files as transformers safetensors folders in the user's cache, converted once."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hybridattn.models.gguf_facts import GgufFacts
+
+CONVERTER_VERSION = 1  # part of the cache key: raise it when the converted folder changes
+GGUF_ARCHITECTURES = ("llama", "phi3", "qwen2", "qwen3")
+_SAMPLE_BYTES = 1 << 20
+
+
+def cache_dir() -> Path:
+    """``$HYBRIDATTN_CACHE``, else ``$XDG_CACHE_HOME/hybridattn``, else ``~/.cache/hybridattn``."""
+    own = os.environ.get("HYBRIDATTN_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "hybridattn"
+
+
+def converted(path: Path, version: str = "") -> Path:
+    """The safetensors folder of a GGUF file; made on the first call, found on later ones.
+
+    Two processes may convert at once: each writes a folder of its own and renames it into place, and whoever comes
+    second drops his copy and takes the first one's. Nobody waits, and a half-written folder is never seen.
+
+        process A   |read|convert|write tmp-a|rename -> final|use final
+        process B      |read|convert|write tmp-b|rename fails: final exists; drop tmp-b|use final
+    """
+    final = cache_dir() / "models" / _key(path, version)
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    print(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) once into {final}", file=sys.stderr, flush=True)
+    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=final.parent))
+    try:
+        _convert(path, work)
+        _publish(work, final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"converted in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return final
+
+
+def _key(path: Path, version: str) -> str:
+    """Names a conversion by file name, version, size and a digest of both ends of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        digest = hashlib.sha256(f.read(_SAMPLE_BYTES))
+        f.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(f.read())
+    parts = [path.stem, version, str(size), digest.hexdigest()[:12], f"c{CONVERTER_VERSION}"]
+    return "-".join(p for p in parts if p)
+
+
+def _publish(work: Path, final: Path) -> None:
+    os.chmod(work, 0o755)  # mkdtemp makes it private
+    try:
+        os.rename(work, final)
+    except OSError:
+        if not final.is_dir():  # not the other converter: a real failure
+            raise
+
+
+def _convert(path: Path, folder: Path) -> None:
+    """Writes weights, config and tokenizer of ``path`` into ``folder`` through transformers."""
+    # Imported here because a start from the cache must not pay for transformers (seconds).
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    facts = GgufFacts.read(path)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer.save_pretrained(folder)
+    _set_pre_tokenizer(folder / "tokenizer.json", facts.pre_tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # transformers refuses to save what it loaded from a GGUF, although the weights are plain float32 by now. A fresh
+    # model of the same config, without the mark, can be saved.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if facts.rope_scaling:
+        config.rope_parameters = {**config.rope_parameters, **facts.rope_scaling}
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = GenerationConfig.from_model_config(config)
+    plain.save_pretrained(folder)
+    del model, plain
+    gc.collect()
+
+
+def _set_pre_tokenizer(path: Path, pre_tokenizer: dict[str, Any] | None) -> None:
+    """Splits text before BPE as the file's tag says; transformers knows some tags and ignores the others."""
+    if pre_tokenizer is None:
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["pre_tokenizer"] = pre_tokenizer
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

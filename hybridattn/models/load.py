@@ -1,0 +1,43 @@
+"""From a model's name to what the stages need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridattn.models.config import DecoderConfig, read_config
+from hybridattn.models.locate import ModelSource, resolve
+from hybridattn.models.text import Tokenizer
+from hybridattn.models.weights import DecoderWeights, load_weights, random_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for ``Decoder(config, weights)``. A dummy model has no tokenizer: give it token ids."""
+
+    config: DecoderConfig
+    weights: DecoderWeights
+    tokenizer: Tokenizer | None
+    source: ModelSource
+
+
+def load(name: str, dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> LoadedModel:
+    """Loads a model.
+
+    Parameters
+    ----------
+    name : see ``hybridattn.models.locate.resolve``
+    dtype : ``fp32`` or ``bf16``; weights of another dtype are converted
+    device : torch device of the weights
+    seed : of the random weights of a ``dummy:`` model; unused otherwise
+
+    Raises
+    ------
+    InputError : unknown name, unsupported architecture or setting, a damaged or incomplete checkpoint
+    """
+    source = resolve(name)
+    if source.folder is None:
+        assert source.dummy is not None  # ModelSource holds exactly one of the two
+        return LoadedModel(source.dummy, random_weights(source.dummy, seed, dtype, device), None, source)
+    tokenizer = Tokenizer(source.folder)
+    config = read_config(source.folder, tokenizer.eos_id, source.name)
+    return LoadedModel(config, load_weights(source.folder, config, dtype, device), tokenizer, source)

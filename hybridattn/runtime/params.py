@@ -1,0 +1,109 @@
+"""How the tokens of a request are chosen and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridattn.core.errors import InputError
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Choices of one request. The default is greedy decoding of 16 tokens.
+
+    Parameters
+    ----------
+    max_tokens : most tokens to generate, at least 1
+    temperature : 0 takes the likeliest token (lowest id among equals); above 0 divides the logits; ``inf`` is uniform
+        over the tokens that the filters keep
+    top_k : keep the k likeliest tokens; -1 or 0 keeps all
+    top_p : keep the likeliest tokens whose probabilities add up to at least this, in [0, 1]; the token that crosses the
+        sum is kept, so that at least one remains
+    min_p : keep tokens at least this likely relative to the likeliest, in [0, 1]
+    seed : of the request's draws, in [0, 2**64); None lets the engine choose one when the request is created
+    stop : strings that end the request; they are not part of the text. One string may be given bare
+    stop_token_ids : ids that end the request, also under ``ignore_eos``
+    ignore_eos : go on after an end-of-sequence token
+    min_tokens : end-of-sequence and stop ids cannot be drawn before this many tokens were
+    repetition_penalty : divides positive and multiplies negative logits of tokens in prompt or output; above 0, 1 = off
+    presence_penalty : subtracted from the logits of tokens that are in the output; in [-2, 2]
+    frequency_penalty : subtracted once per occurrence in the output; in [-2, 2]
+    skip_special_tokens : leave control tokens out of the text
+
+    Raises
+    ------
+    InputError : a value outside its range; the message names the argument and the value
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_integer("max_tokens", 1)
+        self._check_integer("min_tokens", 0)
+        self._check_integer("top_k", -1)
+        if self.seed is not None:
+            self._check_integer("seed", 0, MAX_SEED)
+        self._check_number("temperature", 0.0, math.inf)
+        self._check_number("top_p", 0.0, 1.0)
+        self._check_number("min_p", 0.0, 1.0)
+        self._check_number("presence_penalty", -2.0, 2.0)
+        self._check_number("frequency_penalty", -2.0, 2.0)
+        self._check_number("repetition_penalty", 0.0, 1e6)
+        if self.repetition_penalty == 0:
+            raise InputError("repetition_penalty must be above 0, got 0")
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        self._check_stops()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def _normalise(self) -> None:
+        """Lists become tuples and a bare stop string a tuple of one, so that the object stays hashable."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+
+    def _check_integer(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InputError(f"{name} must be an integer, got {value!r}")
+        if value < low or (high is not None and value > high):
+            raise InputError(f"{name} must be at least {low}{f' and at most {high}' if high else ''}, got {value}")
+
+    def _check_number(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{name} must be a number, got {value!r}")
+        if not low <= value <= high:  # false for NaN as well
+            raise InputError(f"{name} must be between {low:g} and {high:g}, got {value}")
+
+    def _check_stops(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InputError(f"stop must hold non-empty strings, got {text!r}")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise InputError(f"stop_token_ids must hold ids of at least 0, got {token!r}")
