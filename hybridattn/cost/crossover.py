@@ -1,0 +1,172 @@
+"""Closed forms: from which point on does CPU attention beside a GPU pay? Derived in ``docs/crossover.md``.
+
+Symbols, per iteration (one pass of the GPU over all layers for its own rows):
+
+    T_l, T_a    linear and attention time of the GPU          P = T_l + T_a
+    x           T_a / T_l
+    N_G, N_C    attention *rates* of GPU and CPU: decode tokens per second of attention time, over all layers
+    r           N_G / N_C
+    B_G, B_C    requests on the GPU and on the CPU tier
+    L           layers;  c = 1 / (N_C L): CPU time of one request at one layer
+    R0          GPU-only throughput, N_G T_a / P = B_G / P
+
+All are ideal: linear time independent of the rows (weight-bound), no copies, no head, exact predictions. How far real
+settings are from that is a matter for the simulator. ``python -m hybridattn.cost.crossover`` prints every number that
+``docs/crossover.md`` quotes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hybridattn.core.errors import InputError
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{name} must be positive and finite, got {value}")
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise InputError(f"{name} must be at least 0 and finite, got {value}")
+
+
+def capacity_gain_bound(x: float, r: float) -> float:
+    """Largest gain when all KV fits on the GPU: both memories read in parallel, ``(1 + x) / (1 + x r / (1 + r))``.
+
+    Parameters
+    ----------
+    x : float
+        Attention time over linear time of the GPU.
+    r : float
+        Attention rate of the GPU over that of the CPU.
+    """
+    _positive(x=x, r=r)
+    return (1 + x) / (1 + x * r / (1 + r))
+
+
+def upper_bound_gain(x: float, r: float) -> float:
+    """Largest gain of any overlap when GPU memory limits the batch: the CPU never idles, ``1 + (1 + 1/x) / r``."""
+    _positive(x=x, r=r)
+    return 1 + (1 + 1 / x) / r
+
+
+def ap_gain(x: float, r: float) -> float:
+    """Asymmetric pipelining over GPU-only with the CPU always busy: ``(1 + x)/(2 + x) + (1 + x)/(x r)``."""
+    _positive(x=x, r=r)
+    return (1 + x) / (2 + x) + (1 + x) / (x * r)
+
+
+def eq6_threshold(x: float, f: float = 0.0) -> float:
+    """Asymmetric pipelining beats GPU-only iff ``N_G / N_C`` lies below this (APEX, arXiv 2506.03296, eq. 6).
+
+    ``2/x + 3 + x`` without prefill. With prefill taking ``f * T_l`` in every iteration, the window in which CPU
+    attention hides grows and the threshold is ``(1 + x + f)(2 + x + f) / x``.
+    """
+    _positive(x=x)
+    _not_negative(f=f)
+    return (1 + x + f) * (2 + x + f) / x
+
+
+def eq6_minimum() -> tuple[float, float]:
+    """Where eq. 6 asks most of the CPU: ``x = sqrt(2)``, threshold ``3 + 2 sqrt(2)``."""
+    return math.sqrt(2), 3 + 2 * math.sqrt(2)
+
+
+def ap_min_request_ratio(x: float) -> float:
+    """``B_C / B_G`` above which asymmetric pipelining pays while the CPU keeps up: ``T_l / (T_l + T_a)``."""
+    _positive(x=x)
+    return 1 / (1 + x)
+
+
+def mixed_window_ns(linear_ns: int, attention_ns: int, prefill_linear_ns: int, prefill_attention_ns: int) -> int:
+    """Time that CPU attention can hide behind in a batch with prefill: the sum of all four stages on the GPU."""
+    stages = {
+        "linear_ns": linear_ns,
+        "attention_ns": attention_ns,
+        "prefill_linear_ns": prefill_linear_ns,
+        "prefill_attention_ns": prefill_attention_ns,
+    }
+    _not_negative(**stages)
+    return sum(stages.values())
+
+
+def overlap_advance(num_layers: int) -> float:
+    """Layers per iteration of a cohort that joins at most once per iteration: ``a = L / (L + 1)``."""
+    _positive(num_layers=num_layers)
+    return num_layers / (num_layers + 1)
+
+
+def overlap_gain(request_ratio: float, d: float, num_layers: int) -> float:
+    """One-layer overlap over GPU-only, CPU not saturated: ``(1 + (a / L) B_C / B_G) / (1 + d)``.
+
+    ``d`` is the fraction by which an iteration stretches because of work that is exposed at its layers.
+    """
+    _not_negative(request_ratio=request_ratio, d=d)
+    return (1 + overlap_advance(num_layers) / num_layers * request_ratio) / (1 + d)
+
+
+def overlap_crossover(d: float, num_layers: int) -> float:
+    """``B_C / B_G`` from which one-layer overlap pays: ``d L / a = d (L + 1)``."""
+    _not_negative(d=d)
+    return d * num_layers / overlap_advance(num_layers)
+
+
+def overlap_crossing_exists(cpu_rate: float, gpu_only_rate: float, d: float) -> bool:
+    """The CPU is not saturated before the crossover: ``N_C > R0 d / (1 + d)`` (rates in tokens per second)."""
+    _positive(cpu_rate=cpu_rate, gpu_only_rate=gpu_only_rate)
+    _not_negative(d=d)
+    return cpu_rate > gpu_only_rate * d / (1 + d)
+
+
+def exposed_stretch(exposed_ns: int, layer_ns: int) -> float:
+    """The stretch ``d`` that comes from ``exposed_ns`` of extra time at each layer of ``layer_ns``."""
+    _not_negative(exposed_ns=exposed_ns)
+    _positive(layer_ns=layer_ns)
+    return exposed_ns / layer_ns
+
+
+def saturating_rows(pass_ns: int, cpu_row_layer_ns: float) -> float:
+    """``B_C`` from which joins alone keep the CPU busy, ``P / c``: each row needs ``c`` once per iteration."""
+    _positive(pass_ns=pass_ns, cpu_row_layer_ns=cpu_row_layer_ns)
+    return pass_ns / cpu_row_layer_ns
+
+
+def same_iteration_rows(attention_ns: int, cpu_row_layer_ns: float, num_layers: int) -> float:
+    """CPU rows that return within the GPU's attention of the same layer, ``T_a / (L c)``: they join at every layer."""
+    _positive(attention_ns=attention_ns, cpu_row_layer_ns=cpu_row_layer_ns, num_layers=num_layers)
+    return attention_ns / num_layers / cpu_row_layer_ns
+
+
+def detour_min_rows(gpu_rows: int, x: float) -> float:
+    """Rows from which a detour pays if the CPU would idle else: ``B_G T_l / (T_l + T_a)``."""
+    _not_negative(gpu_rows=gpu_rows)
+    return gpu_rows * ap_min_request_ratio(x)
+
+
+def full_offload_gain(x: float, r: float) -> float:
+    """All attention on the CPU and the CPU the bottleneck, over GPU-only: ``N_C / R0 = (1 + 1/x) / r``."""
+    _positive(x=x, r=r)
+    return (1 + 1 / x) / r
+
+
+def neo_iteration_ns(
+    num_layers: int, linear_ns: tuple[int, int], gpu_attention_ns: int, cpu_attention_ns: tuple[int, int]
+) -> int:
+    """NEO's iteration of two sub-batches (arXiv 2411.01142): ``L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0))``.
+
+        GPU  |T_l0        |T_l1 + T_ga0      |     each pair starts together and ends with the longer one
+        CPU  |T_ca1   |   |T_ca0         |   |
+
+    Parameters
+    ----------
+    linear_ns, cpu_attention_ns : (int, int)
+        Per layer and sub-batch [ns]; sub-batch 0 also holds the GPU rows, whose attention takes ``gpu_attention_ns``.
+    """
+    _positive(num_layers=num_layers)
+    (l0, l1), (ca0, ca1) = linear_ns, cpu_attention_ns
+    _not_negative(linear_0=l0, linear_1=l1, gpu_attention_ns=gpu_attention_ns, cpu_0=ca0, cpu_1=ca1)
+    return num_layers * (max(l0, ca1) + max(l1 + gpu_attention_ns, ca0))

@@ -1,0 +1,148 @@
+"""The closed forms against the published numbers, against each other, and against a count of passes."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridattn.core.errors import InputError
+from hybridattn.cost import crossover
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+ratios = st.floats(0.01, 100)
+
+
+def test_eq6_thresholds_of_the_data_file():
+    path = DATA / "eq6_thresholds.csv"
+    if not path.exists():
+        pytest.skip("../shared/data/eq6_thresholds.csv is absent")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    for row in rows:
+        expected = float(row["max_gpu_over_cpu_rate"])
+        assert crossover.eq6_threshold(float(row["t_att_over_t_lin"])) == pytest.approx(expected, rel=1e-8)
+
+
+def test_numbers_of_the_theory():
+    assert crossover.capacity_gain_bound(1, 3) == pytest.approx(1.14, abs=0.005)
+    assert crossover.capacity_gain_bound(0.5, 20) == pytest.approx(1.02, abs=0.005)
+    assert crossover.eq6_threshold(0.1) == pytest.approx(23.1)
+    assert crossover.eq6_minimum() == pytest.approx((1.41421, 5.82843), abs=1e-5)
+    assert 1 / crossover.eq6_threshold(0.5) == pytest.approx(0.133, abs=5e-4)
+    assert 1 / crossover.eq6_minimum()[1] == pytest.approx(0.172, abs=5e-4)
+    assert crossover.overlap_crossover(0.25, 32) == pytest.approx(8.25)
+    assert crossover.overlap_advance(32) == pytest.approx(32 / 33)
+
+
+@given(ratios)
+def test_eq6_has_its_minimum_at_sqrt_two(x):
+    assert crossover.eq6_threshold(x) >= crossover.eq6_minimum()[1] - 1e-9
+
+
+@settings(deadline=None)
+@given(x=ratios, r=ratios)
+def test_asymmetric_pipelining_gains_exactly_below_the_threshold(x, r):
+    # From the rates themselves, with T_l = 1 and N_C = 1.
+    t_l, t_a, n_g, n_c = 1.0, x, r, 1.0
+    gpu_only = n_g * t_a / (t_l + t_a)
+    pipelined = (n_g * t_a + n_c * (2 * t_l + t_a)) / (2 * t_l + t_a)
+    assert crossover.ap_gain(x, r) == pytest.approx(pipelined / gpu_only)
+    threshold = crossover.eq6_threshold(x)
+    if not math.isclose(r, threshold, rel_tol=1e-9):
+        assert (pipelined > gpu_only) == (r < threshold)
+
+
+@settings(deadline=None)
+@given(x=ratios, r=ratios, f=st.floats(0, 20))
+def test_prefill_makes_asymmetric_pipelining_pay_for_slower_cpus(x, r, f):
+    window, alone = 2 + x + f, 1 + x + f
+    gains = r * x / window + 1 > r * x / alone
+    if not math.isclose(r, crossover.eq6_threshold(x, f), rel_tol=1e-9):
+        assert gains == (r < crossover.eq6_threshold(x, f))
+    assert crossover.eq6_threshold(x, f) >= crossover.eq6_threshold(x)
+
+
+@given(x=ratios)
+def test_minimum_request_ratio_of_asymmetric_pipelining(x):
+    ratio = crossover.ap_min_request_ratio(x)
+    for factor, pays in ((0.99, False), (1.01, True)):
+        assert ((1 + ratio * factor) / (2 + x) > 1 / (1 + x)) == pays
+
+
+@settings(deadline=None)
+@given(d=st.floats(0.001, 2), num_layers=st.integers(1, 200))
+def test_overlap_gains_exactly_above_its_crossover(d, num_layers):
+    ratio = crossover.overlap_crossover(d, num_layers)
+    assert crossover.overlap_gain(ratio, d, num_layers) == pytest.approx(1)
+    assert crossover.overlap_gain(ratio * 1.01, d, num_layers) > 1 > crossover.overlap_gain(ratio * 0.99, d, num_layers)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 32])
+def test_a_cohort_that_joins_once_per_pass_needs_a_pass_more_than_layers(num_layers):
+    # The GPU visits layers 0..L-1 in every pass. A cohort standing at a layer joins when the GPU comes by, and its
+    # attention of the next layer is never back before the GPU has passed there. A new token starts at the end of a
+    # pass, so that its layer 0 can first be joined in the pass after.
+    passes, tokens, standing_at, usable_from = 0, 0, 0, 1
+    while tokens < 100:
+        for layer in range(num_layers):
+            if standing_at == layer and passes >= usable_from:
+                standing_at, usable_from = layer + 1, passes + 1
+        if standing_at == num_layers:
+            # Sampled after the last layer; launched with the next pass, whose layer 0 is passed before it is back.
+            tokens, standing_at, usable_from = tokens + 1, 0, passes + 2
+        passes += 1
+    assert tokens * num_layers / (passes - 1) == pytest.approx(crossover.overlap_advance(num_layers), rel=0.02)
+
+
+def test_no_crossing_once_the_cpu_is_saturated():
+    # d = 0.25: the CPU must deliver a fifth of the GPU-only rate.
+    assert crossover.overlap_crossing_exists(cpu_rate=21, gpu_only_rate=100, d=0.25)
+    assert not crossover.overlap_crossing_exists(cpu_rate=19, gpu_only_rate=100, d=0.25)
+    # The same from the definitions: at the crossover a B_C row-layers cost c each within (1 + d) P.
+    num_layers, d, gpu_rows, pass_s = 32, 0.25, 10, 0.1
+    cpu_rows = crossover.overlap_crossover(d, num_layers) * gpu_rows
+    rate = crossover.overlap_advance(num_layers) * cpu_rows / num_layers / ((1 + d) * pass_s)
+    assert crossover.overlap_crossing_exists(rate * 1.001, gpu_rows / pass_s, d)
+    assert not crossover.overlap_crossing_exists(rate * 0.999, gpu_rows / pass_s, d)
+
+
+@settings(deadline=None)
+@given(x=ratios, r=ratios)
+def test_bounds_are_bounds(x, r):
+    assert crossover.capacity_gain_bound(x, r) <= crossover.upper_bound_gain(x, r) + 1e-12
+    assert crossover.ap_gain(x, r) < crossover.upper_bound_gain(x, r)
+    assert crossover.full_offload_gain(x, r) == pytest.approx(crossover.upper_bound_gain(x, r) - 1, rel=1e-6)
+
+
+def test_neo_iteration_takes_the_longer_of_each_pair():
+    assert crossover.neo_iteration_ns(10, (5, 4), 3, (6, 2)) == 10 * (5 + 7)
+    assert crossover.neo_iteration_ns(10, (5, 4), 3, (9, 8)) == 10 * (8 + 9)
+    assert crossover.neo_iteration_ns(2, (5, 0), 3, (0, 0)) == 2 * 8
+
+
+def test_rows_and_windows():
+    assert crossover.saturating_rows(1000, 10) == 100
+    assert crossover.same_iteration_rows(960, 3, 32) == 10
+    assert crossover.detour_min_rows(30, 0.5) == pytest.approx(20)
+    assert crossover.mixed_window_ns(1, 2, 3, 4) == 10
+    assert crossover.exposed_stretch(200, 800) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: crossover.eq6_threshold(0), "x must be positive and finite, got 0"),
+        (lambda: crossover.eq6_threshold(1, -1), "f must be at least 0 and finite, got -1"),
+        (lambda: crossover.capacity_gain_bound(1, math.inf), "r must be positive and finite, got inf"),
+        (lambda: crossover.overlap_crossover(math.nan, 32), "d must be at least 0 and finite, got nan"),
+        (lambda: crossover.overlap_advance(0), "num_layers must be positive"),
+        (lambda: crossover.neo_iteration_ns(1, (1, -2), 3, (4, 5)), "linear_1 must be at least 0"),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
