@@ -1,1 +1,1 @@
-
+"""KV cache: block pools (bookkeeping, no torch) and page storage (tensors)."""

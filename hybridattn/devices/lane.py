@@ -1,0 +1,158 @@
+"""A lane of the host device: one worker thread that runs ops in order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hybridattn.core.device import Ticket
+from hybridattn.core.errors import DeviceError, StallError
+from hybridattn.core.op import NativeJob, Op
+
+_SLICE_S = 0.05  # how often a waiting lane looks whether its device was closed
+
+
+class HostTicket:
+    """Ended when its event is set or, once it became a native job, when that job has ended."""
+
+    __slots__ = (
+        "_end_ns", "_event", "_start_ns", "after", "cancelled", "failure", "job", "op", "ready_ns", "result",
+    )  # fmt: skip
+
+    def __init__(self, op: Op, after: tuple[Ticket, ...]) -> None:
+        self.op = op
+        self.after = after
+        self.job: NativeJob | None = None
+        self.failure: BaseException | None = None
+        self.result: Any = None
+        self.cancelled = False
+        self.ready_ns = 0
+        self._start_ns = 0
+        self._end_ns = 0
+        self._event = threading.Event()
+
+    def done(self) -> bool:
+        job = self.job
+        return self._event.is_set() if job is None else job.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.failure if self.job is None else self.job.error
+
+    @property
+    def start_ns(self) -> int:
+        return self._start_ns if self.job is None else self.job.start_ns
+
+    @property
+    def end_ns(self) -> int:
+        return self._end_ns if self.job is None else self.job.end_ns
+
+    def wait(self, timeout_ns: int) -> Any:
+        deadline = time.perf_counter_ns() + timeout_ns
+        while not self.done():
+            left = deadline - time.perf_counter_ns()
+            if left <= 0:
+                raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
+            self.block(left / 1e9)
+        if self.error is not None:
+            raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
+        return self.result
+
+    def block(self, seconds: float) -> None:
+        """Sleep until ended, at most ``seconds``; errors and time-outs are for the caller to see."""
+        if self.job is None:
+            self._event.wait(min(seconds, _SLICE_S))  # also set when the op becomes a job
+            return
+        try:
+            self.job.wait(seconds)
+        except Exception:  # the job's own error or its TimeoutError; both are read from the job by the caller
+            return
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.result = None
+
+    def become(self, job: NativeJob) -> None:
+        """From now on the native job says whether this ticket ended."""
+        self.ready_ns = max((t.end_ns for t in self.after), default=0)
+        self.after = ()
+        self.job = job
+        self._event.set()
+
+    def begin(self) -> None:
+        self.ready_ns = max((t.end_ns for t in self.after), default=0)
+        self._start_ns = time.perf_counter_ns()
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        now = time.perf_counter_ns()
+        self._start_ns = self._start_ns or now
+        self._end_ns = now
+        self.failure = error
+        self.result = None if self.cancelled else result
+        self.after = ()  # or every ticket would keep all its ancestors alive
+        self._event.set()
+
+
+class LaneWorker:
+    """Runs the closures of one lane in submission order on a thread of its own.
+
+    ``prepare`` is run first in the new thread (affinity is set before it); ``on_end`` after each op.
+    """
+
+    def __init__(
+        self, name: str, cpus: tuple[int, ...], prepare: Callable[[], None], on_end: Callable[[HostTicket], None]
+    ) -> None:
+        self._cpus = cpus
+        self._prepare = prepare
+        self._on_end = on_end
+        self._queue: queue.SimpleQueue[HostTicket | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def push(self, ticket: HostTicket) -> None:
+        self._queue.put(ticket)
+
+    def _loop(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)  # 0: this thread
+        self._prepare()
+        while (ticket := self._queue.get()) is not None:
+            self._serve(ticket)
+            self._on_end(ticket)
+            del ticket  # the queue may stay empty for long; what the op holds must not
+
+    def _serve(self, ticket: HostTicket) -> None:
+        for earlier in ticket.after:
+            while not earlier.done() and not self._closing.is_set():
+                earlier.block(_SLICE_S)  # type: ignore[attr-defined]
+            if self._closing.is_set() and not earlier.done():
+                ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
+                return
+            if earlier.error is not None:
+                ticket.end(error=earlier.error)
+                return
+        if self._closing.is_set():
+            ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
+            return
+        ticket.begin()
+        try:
+            result = ticket.op.run() if ticket.op.run is not None else None
+        except BaseException as error:  # whatever it is, it belongs to the waiters, not to this thread
+            ticket.end(error=error)
+        else:
+            ticket.end(result)
+
+    def stop(self) -> None:
+        """Ask the thread to end; ops not yet started end with an error."""
+        self._closing.set()
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """True when the thread has ended within ``timeout_s``."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

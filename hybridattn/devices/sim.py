@@ -1,0 +1,235 @@
+"""The simulated device: a virtual clock, and ops whose times are known the moment they are submitted.
+
+Lanes are in order and prices are known, so an op starts at max(lane free, ends of ``after``, now) and there is no event
+heap. The clock moves only when the driver waits or sleeps:
+
+    now ---+-- submit A (0..10) --- submit B after A (10..14) ---+-- wait(B) --> now = 14
+           |  done(A)? 10 <= 0: no                               |  done(A)? yes
+
+With ``execute=True`` the ops' closures really run, in order of their virtual end (ties: order of submission), when the
+clock passes that end. Then this is the deterministic asynchronous device: the caller chooses every duration, so a test
+decides when the CPU finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridattn.core.device import Memory, Span, Ticket, check_after
+from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.op import CPU, GPU_LANES, LANES, WAITED, Op
+
+UNLIMITED = 1 << 62
+
+
+class SimTicket:
+    """Resolved at submit; ``done`` compares its end with the clock."""
+
+    __slots__ = ("_device", "cancelled", "end_ns", "error", "lane_free_ns", "op", "ready_ns", "result", "start_ns")
+
+    def __init__(self, device: SimDevice, op: Op, ready_ns: int, start_ns: int, end_ns: int) -> None:
+        self._device = device
+        self.op = op
+        self.ready_ns = ready_ns
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.cancelled = False
+        self.lane_free_ns = 0  # cpu.attention only: end of the op before it
+
+    def done(self) -> bool:
+        return self.end_ns <= self._device.clock_ns
+
+    def wait(self, timeout_ns: int) -> Any:
+        device = self._device
+        if self.end_ns > device.clock_ns + timeout_ns:
+            device.advance(device.clock_ns + timeout_ns)
+            raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
+        if self.end_ns > device.clock_ns:
+            device.advance(self.end_ns)
+        if self.error is not None:
+            raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
+        return self.result
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.result = None
+
+
+class SimDevice:
+    """Virtual lanes priced by ``price``.
+
+    Parameters
+    ----------
+    price : callable ``(Op) -> int``
+        Duration of an op in nanoseconds; raises for what was neither measured nor modelled.
+    execute : bool
+        Run the closures at their virtual end (deterministic asynchronous device).
+    record : bool
+        Keep spans for ``drain``; off, memory stays flat over millions of ops.
+    submit_ns, poll_ns : int
+        What a submission and a poll cost the driver, on the virtual clock.
+    memory_bytes : dict, optional
+        Bytes of the ``gpu`` and ``cpu`` tier; unlimited where absent.
+    """
+
+    kind = "simulated"
+
+    def __init__(
+        self,
+        price: Callable[[Op], int],
+        *,
+        execute: bool = False,
+        record: bool = True,
+        submit_ns: int = 0,
+        poll_ns: int = 0,
+        memory_bytes: dict[str, int] | None = None,
+        name: str = "sim",
+        profile: str = "unnamed",
+    ) -> None:
+        self.name = name
+        self.profile = profile
+        self.clock_ns = 0
+        self.execute = execute
+        self._price = price
+        self._record = record
+        self._submit_ns = submit_ns
+        self.poll_ns = poll_ns
+        self._free_ns = dict.fromkeys(LANES, 0)
+        self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
+        self._to_run: list[tuple[int, SimTicket, tuple[Ticket, ...]]] = []  # (sequence, ticket, after)
+        self._sequence = 0
+        self._spans: list[SimTicket] = []
+        self._first_error: BaseException | None = None
+        self._memory = memory_bytes or {}
+        self._reserved = {"gpu": 0, "cpu": 0}
+        self._closed = False
+
+    # -- the contract ------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> SimTicket:
+        if self._closed:
+            raise DeviceError(f"{op.describe()} was submitted to a closed device")
+        if op.lane in GPU_LANES and after:
+            check_after(op, after)
+        ready = self.clock_ns
+        for ticket in after:
+            if ticket.end_ns > ready:
+                ready = ticket.end_ns
+        price = self._price(op)
+        if price < 0:
+            raise InputError(f"{op.describe()} has the negative price {price} ns")
+        if op.lane == CPU:
+            ticket = self._place_cpu(op, ready, price)
+        else:
+            start = max(self._free_ns[op.lane], ready)
+            self._free_ns[op.lane] = start + price
+            ticket = SimTicket(self, op, ready, start, start + price)
+        if self.execute and ticket.end_ns <= self.clock_ns:
+            self._execute(ticket, after)  # all that ends up to now has run, so this one is next
+        elif self.execute:
+            self._sequence += 1
+            self._to_run.append((self._sequence, ticket, after))
+        if self._record:
+            self._spans.append(ticket)
+        if self._submit_ns:
+            self.advance(self.clock_ns + self._submit_ns)
+        return ticket
+
+    def now_ns(self) -> int:
+        return self.clock_ns
+
+    def sleep_until_ns(self, when_ns: int) -> None:
+        if when_ns > self.clock_ns:
+            self.advance(when_ns)
+
+    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
+        end = min(t.end_ns for t in tickets)
+        if end > self.clock_ns + timeout_ns:
+            self.advance(self.clock_ns + timeout_ns)
+            named = ", ".join(t.op.describe() for t in tickets)
+            raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
+        self.sleep_until_ns(end)
+
+    def drain(self, timeout_ns: int) -> list[Span]:
+        end = max(self._free_ns.values())
+        if end > self.clock_ns + timeout_ns:
+            raise StallError(f"lanes are busy for another {(end - self.clock_ns) / 1e9:g} s, past {timeout_ns / 1e9:g} s")
+        self.sleep_until_ns(end)
+        error, self._first_error = self._first_error, None
+        if error is not None:
+            raise error
+        spans, self._spans = [_span(t) for t in self._spans], []
+        return spans
+
+    def memory(self, tier: str) -> Memory:
+        total = self._memory.get(tier, UNLIMITED)
+        return Memory(total, total - self._reserved[tier])
+
+    def reserve(self, tier: str, num_bytes: int, what: str) -> None:
+        free = self.memory(tier).free
+        if num_bytes > free:
+            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
+        self._reserved[tier] += num_bytes
+
+    def close(self) -> None:
+        self._closed = True
+
+    # -- the clock and the lanes -------------------------------------------------------------------------------------
+
+    def advance(self, when_ns: int) -> None:
+        """Move the clock forward; with ``execute``, run what ends on the way, in order of end, then of submission."""
+        if self._to_run:
+            due = sorted((e for e in self._to_run if e[1].end_ns <= when_ns), key=lambda e: (e[1].end_ns, e[0]))
+            self._to_run = [e for e in self._to_run if e[1].end_ns > when_ns]
+            for _, ticket, after in due:
+                self.clock_ns = max(self.clock_ns, ticket.end_ns)
+                self._execute(ticket, after)
+        self.clock_ns = max(self.clock_ns, when_ns)
+
+    def _execute(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
+        failed = next((t.error for t in after if t.error is not None), None)
+        if failed is not None:
+            ticket.error = failed
+            return
+        if ticket.op.run is None:
+            return
+        try:
+            result = ticket.op.run()
+        except Exception as error:  # the lane must survive: the error travels on the ticket
+            ticket.error = error
+            if self._first_error is None:
+                self._first_error = DeviceError(f"{ticket.op.describe()} failed: {error}")
+                self._first_error.__cause__ = error
+        else:
+            ticket.result = None if ticket.cancelled else result
+
+    def _place_cpu(self, op: Op, ready: int, price: int) -> SimTicket:
+        """Place an op on cpu.attention; a waited one goes before skipped ones that have not started yet.
+
+        Overtaking moves the times of the overtaken ops. Nothing else knows those times yet: no GPU-lane op may name an
+        unfinished host ticket, and the driver only asks whether they have passed.
+        """
+        not_before = max(self.clock_ns, ready)
+        overtaken = [] if op.priority != WAITED else [t for t in self._queued_skipped if t.start_ns > not_before]
+        free = overtaken[0].lane_free_ns if overtaken else self._free_ns[CPU]
+        ticket = SimTicket(self, op, ready, max(free, ready), max(free, ready) + price)
+        ticket.lane_free_ns = free
+        at = ticket.end_ns
+        for t in overtaken:
+            length = t.end_ns - t.start_ns
+            t.lane_free_ns = at
+            t.start_ns = max(at, t.ready_ns)
+            at = t.end_ns = t.start_ns + length
+        self._free_ns[CPU] = at
+        if op.priority != WAITED:
+            self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
+            self._queued_skipped.append(ticket)
+        return ticket
+
+
+def _span(t: SimTicket) -> Span:
+    op = t.op
+    return Span(op.lane, op.name, t.start_ns, t.end_ns, op.layer, op.work.rows, op.work.num_bytes, t.ready_ns)

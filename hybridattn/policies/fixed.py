@@ -1,0 +1,65 @@
+"""The three fixed policies: GPU only, blocking offload, asynchronous overlap."""
+
+from __future__ import annotations
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import SKIPPED, WAITED
+from hybridattn.core.stages import GPU_TIER
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
+
+
+class GpuOnly(Policy):
+    """Everything on the GPU; what does not fit waits in the queue."""
+
+    name = "gpu_only"
+    tiers = (GPU_TIER,)
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        raise InputError("policy 'gpu_only' was asked about a cohort of CPU rows")
+
+
+class SyncOffload(Policy):
+    """Blocking offload: the GPU waits at every layer for the CPU rows, which finish a token in one pass.
+
+        gpu.compute   |attn|....wait....|linear|attn|....wait....|linear|
+        cpu.attention |--- attention ---|      |--- attention ---|
+    """
+
+    name = "sync_offload"
+    priority = WAITED
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        return Verb.JOIN if cohort.ready else Verb.WAIT
+
+
+class AsyncOverlap(Policy):
+    """One layer per pass: a cohort joins when it is ready as the GPU comes by, and is skipped otherwise.
+
+        gpu.compute   |a0|lin0|a1|lin1| ... |aL-1|linL-1|a0|lin0|a1|lin1| ...
+        cpu.attention      join ^ |---- attention of layer 1 ----|  ^ join at layer 1, one pass later
+
+    Parameters
+    ----------
+    max_cohorts : int
+        Cohorts in flight at most; rows that become idle meanwhile leave together with the next one.
+    same_pass : bool
+        Also join a cohort whose attention was submitted during this very pass, when it is ready already. Off, a cohort
+        advances one layer per pass, as in the closed form of docs/crossover.md.
+    """
+
+    name = "async_overlap"
+    priority = SKIPPED
+
+    def __init__(self, cpu_fraction: float | None = None, max_cohorts: int = 4, same_pass: bool = True) -> None:
+        super().__init__(cpu_fraction)
+        if max_cohorts < 1:
+            raise InputError(f"max_cohorts must be at least 1, got {max_cohorts}")
+        self.max_cohorts = max_cohorts
+        self.same_pass = same_pass
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        return super().launch(view) if view.cohorts < self.max_cohorts else ()
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        may_join = cohort.ready and (self.same_pass or not cohort.same_pass)
+        return Verb.JOIN if may_join else Verb.SKIP

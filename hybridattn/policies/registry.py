@@ -1,0 +1,44 @@
+"""Policies by name; a policy of the user's own is named by its import path (``module:Class``)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from hybridattn.core.errors import InputError
+from hybridattn.policies.base import Policy
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in (GpuOnly, SyncOffload, AsyncOverlap)}
+
+
+def make_policy(policy: str | Policy, **options: Any) -> Policy:
+    """A policy from its name, from ``package.module:Class``, or as it is.
+
+    Raises
+    ------
+    InputError
+        Unknown name, or an option that this policy does not have.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    cls = POLICIES.get(policy) or _imported(policy)
+    known = inspect.signature(cls).parameters
+    for option in options:
+        if option not in known:
+            raise InputError(f"policy '{policy}' has no option '{option}'; it has {', '.join(known) or 'none'}")
+    return cls(**options)
+
+
+def _imported(path: str) -> type[Policy]:
+    module, _, name = path.partition(":")
+    if not name:
+        raise InputError(f"policy '{path}' is unknown; choose one of {', '.join(sorted(POLICIES))} or name one as module:Class")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"policy '{path}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise InputError(f"policy '{path}' is not a subclass of hybridattn.policies.base.Policy")
+    return found

@@ -1,0 +1,211 @@
+"""The engine loop: arrivals, one pass at a time, tokens to their requests, records at the end."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from hybridattn.core.device import Device, Span
+from hybridattn.core.errors import HybridAttnError, InputError, StallError
+from hybridattn.core.records import RunRecords
+from hybridattn.core.stages import Sampled, Stages
+from hybridattn.policies.base import Policy
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.executor import Executor
+from hybridattn.runtime.request import Request
+from hybridattn.runtime.scheduler import Scheduler
+from hybridattn.runtime.stopping import stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A token that a request got; ``text`` is what it adds to the visible text (it may be empty)."""
+
+    request: Request
+    token_id: int
+    text: str
+    finish_reason: str | None
+
+
+class Engine:
+    """One model on one device under one policy. Not thread-safe: a single driver thread calls it.
+
+    After an error of a lane the engine is ``broken``: its requests have ended with that error, their blocks are back,
+    and every further call raises it again. A new engine can be made in the same process.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        device: Device,
+        policy: Policy,
+        config: EngineConfig,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.device = device
+        self.config = config
+        self.records = RunRecords(stages.num_layers)
+        self.broken: HybridAttnError | None = None
+        self.scheduler = Scheduler(config, policy, self._ended)
+        self.executor = Executor(
+            stages,
+            device,
+            policy,
+            max_rows=config.max_num_seqs,
+            run_ahead=config.run_ahead,
+            op_timeout_ns=config.op_timeout_ns,
+            on_release=lambda request: self.scheduler.released(request, device.now_ns()),
+        )
+        self.records.passes = self.executor.passes
+        self._eos_ids = eos_ids
+        self._requests: dict[str, Request] = {}
+        self._arrivals: list[tuple[int, int, Request]] = []  # heap of requests still to come
+        self._count = 0
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        params: object = None,
+        *,
+        request_id: str | None = None,
+        arrival_ns: int | None = None,
+    ) -> Request:
+        """Queue a request.
+
+        Parameters
+        ----------
+        prompt : list of int
+            Token ids, at least one.
+        max_tokens : int or None
+            Output tokens at most; cut to the room that ``max_model_len`` leaves (None: all of it).
+        arrival_ns : int, optional
+            When it arrives on the device's clock; default now.
+
+        Raises
+        ------
+        InputError
+            Empty prompt, a prompt that leaves no room for a token, a request id in use.
+        CapacityError
+            No tier that the policy allows can ever hold it.
+        """
+        self._refuse_if_broken()
+        name = request_id if request_id is not None else f"r{self._count}"
+        if name in self._requests:
+            raise InputError(f"request id {name} is already in use")
+        if not prompt:
+            raise InputError(f"request {name}: the prompt has no tokens")
+        room = self.config.max_model_len - len(prompt)
+        if room < 1:
+            raise InputError(
+                f"request {name}: its prompt of {len(prompt)} tokens leaves no room for an output token within "
+                f"max_model_len {self.config.max_model_len}"
+            )
+        now_ns = self.device.now_ns()
+        when_ns = now_ns if arrival_ns is None else arrival_ns
+        request = Request(name, self._count, prompt, room if max_tokens is None else min(room, max_tokens), params, when_ns)
+        self.scheduler.refuse_impossible(request)
+        if when_ns > now_ns:
+            heapq.heappush(self._arrivals, (when_ns, request.index, request))
+        else:
+            self.scheduler.add(request)
+        self._requests[name] = request
+        self._count += 1
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; unknown and finished ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        at = next((i for i, (_, _, r) in enumerate(self._arrivals) if r is request), None)
+        if at is None:
+            self.scheduler.end(request, "abort", self.device.now_ns())
+            return
+        self._arrivals.pop(at)
+        heapq.heapify(self._arrivals)
+        request.finish_reason, request.end_ns = "abort", max(request.arrival_ns, self.device.now_ns())
+        self._ended(request)
+
+    @property
+    def unfinished(self) -> int:
+        return self.scheduler.unfinished + len(self._arrivals)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One pass. Returns the tokens it brought; with nothing to do yet, sleeps until the next arrival."""
+        self._refuse_if_broken()
+        try:
+            return self._step()
+        except HybridAttnError as error:
+            self._fail(error)
+            raise
+
+    def _step(self) -> list[Event]:
+        now_ns = self.device.now_ns()
+        while self._arrivals and self._arrivals[0][0] <= now_ns:
+            self.scheduler.add(heapq.heappop(self._arrivals)[2])
+        plan = self.scheduler.schedule(now_ns)
+        if plan.batch is None and not plan.idle and not self.executor.cohorts:
+            self._idle()
+            return []
+        sampled = self.executor.run(plan.batch, plan.idle)
+        if plan.batch is not None:
+            self.scheduler.passed(plan.batch)
+        return [self._accept(s) for s in sampled]
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        while self.unfinished:
+            self.step()
+
+    def _idle(self) -> None:
+        if self._arrivals:
+            self.device.sleep_until_ns(self._arrivals[0][0])
+        elif self.scheduler.unfinished:
+            stuck = (self.scheduler.running + self.scheduler.waiting)[0]
+            raise StallError(
+                f"request {stuck.request_id} is {stuck.state.value} with nothing in flight and nothing to schedule "
+                f"({self.scheduler.unfinished} unfinished)"
+            )
+
+    def _accept(self, sampled: Sampled) -> Event:
+        request = sampled.request
+        assert isinstance(request, Request)
+        request.token_ids.append(sampled.token_id)
+        request.token_ns.append(sampled.time_ns)
+        text = request.text.push(sampled.token_id) if request.text is not None else ""
+        reason = stop_reason(request, self._eos_ids)
+        if reason is not None:
+            if request.text is not None:
+                text += request.text.finish()
+            self.scheduler.end(request, reason, sampled.time_ns)
+        return Event(request, sampled.token_id, text, reason)
+
+    def _ended(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self.records.requests.append(request.record())
+
+    def _refuse_if_broken(self) -> None:
+        if self.broken is not None:
+            raise type(self.broken)(f"this engine stopped earlier: {self.broken}") from self.broken
+
+    def _fail(self, error: HybridAttnError) -> None:
+        """Nothing is in flight for us any more: every request ends with the error, every block goes back."""
+        self.broken = error
+        now_ns = self.device.now_ns()
+        for _, _, request in self._arrivals:
+            request.finish_reason, request.error, request.end_ns = "error", str(error), max(request.arrival_ns, now_ns)
+            self._ended(request)
+        self._arrivals.clear()
+        for request in self.scheduler.running + self.scheduler.waiting:
+            request.in_flight = False
+            request.error = str(error)
+            self.scheduler.end(request, "error", now_ns)
+
+    def drain(self) -> list[Span]:
+        """Wait for what is still on the lanes; the spans since the last call."""
+        return self.device.drain(self.config.op_timeout_ns)

@@ -1,0 +1,199 @@
+"""Continuous batching over two tiers: admission, chunked prefill, block reservation, preemption by recompute.
+
+First come, first served throughout: ``running`` and ``waiting`` are ordered by arrival, the oldest request reserves
+first, and when a tier is full the youngest of its requests gives its blocks back. So the oldest one always advances.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridattn.core.errors import CapacityError, InputError
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, Batch, CpuRow, Segment
+from hybridattn.kv.blocks import BlockPool, blocks_for
+from hybridattn.policies.base import Policy, RequestView, TierView
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.request import Request, State
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next pass may do: GPU rows, and CPU rows whose block is reserved and which may be launched."""
+
+    batch: Batch | None
+    idle: tuple[CpuRow, ...]
+
+
+class Scheduler:
+    """Queues and blocks. ``on_end`` is called once for every request that ends, with its blocks freed."""
+
+    def __init__(self, config: EngineConfig, policy: Policy, on_end: Callable[[Request], None]) -> None:
+        self.config = config
+        self.policy = policy
+        self.pools = {
+            GPU_TIER: BlockPool(GPU_TIER, config.gpu_kv_blocks, config.page_size),
+            CPU_TIER: BlockPool(CPU_TIER, config.cpu_kv_blocks, config.page_size),
+        }
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._on_end = on_end
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    # -- arrival and end ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has arrived (see :meth:`refuse_impossible`)."""
+        insort(self.waiting, request, key=_arrival)
+
+    def refuse_impossible(self, request: Request) -> None:
+        """CapacityError when no tier that the policy allows could ever hold the request."""
+        need = blocks_for(request.max_cached, self.config.page_size)
+        tiers = self.policy.allowed(request.index)
+        if all(need > self.pools[tier].num_blocks for tier in tiers):
+            have = " and ".join(f"the {tier} tier has {self.pools[tier].num_blocks}" for tier in tiers)
+            raise CapacityError(
+                f"request {request.request_id} needs {need} blocks of {self.config.page_size} tokens "
+                f"({request.num_prompt} prompt + up to {request.max_tokens} output tokens), but {have}"
+            )
+
+    def end(self, request: Request, reason: str, now_ns: int) -> None:
+        """End a request. With a row in flight it leaves first: its blocks are held until that ticket has ended."""
+        if request.state is State.FINISHED:
+            return
+        request.finish_reason = request.finish_reason or reason
+        request.end_ns = now_ns
+        request.requeue = False
+        if request.in_flight:
+            request.state = State.LEAVING
+            return
+        (self.waiting if request.state is State.WAITING else self.running).remove(request)
+        self._give_back(request)
+        request.state = State.FINISHED
+        self._on_end(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's blocks away; it will be recomputed from its known tokens."""
+        request.preemptions += 1
+        request.requeue = True
+        if request.in_flight:
+            request.state = State.LEAVING
+        else:
+            self._requeue(request)
+
+    def released(self, request: Request, now_ns: int) -> None:
+        """The row of a leaving request is no longer in flight: its blocks may go."""
+        request.in_flight = False
+        if request.state is not State.LEAVING:
+            return
+        if request.requeue:
+            self._requeue(request)
+        else:
+            self.end(request, request.finish_reason or "abort", request.end_ns or now_ns)
+
+    def _requeue(self, request: Request) -> None:
+        self.running.remove(request)
+        self._give_back(request)
+        request.state = State.WAITING
+        request.requeue = False
+        insort(self.waiting, request, key=_arrival)
+
+    def _give_back(self, request: Request) -> None:
+        if request.blocks:
+            self.pools[request.tier].free(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+
+    # -- one pass ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> Plan:
+        """Reserve blocks and choose the rows of the next pass."""
+        decodes = [
+            Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False)
+            for r in list(self.running)
+            if r.state is State.DECODE and r.tier == GPU_TIER and self._reserve(r)
+        ]
+        idle = tuple(
+            CpuRow(r, r.num_tokens - 1)
+            for r in list(self.running)
+            if r.state is State.DECODE and r.tier == CPU_TIER and not r.in_flight and self._reserve(r)
+        )
+        segments = decodes + self._prefills(self.config.max_num_batched_tokens - len(decodes), now_ns)
+        return Plan(Batch(tuple(segments)) if segments else None, idle)
+
+    def passed(self, batch: Batch) -> None:
+        """The ops of ``batch`` are submitted and its tokens sampled: its K,V counts as computed."""
+        for s in batch.segments:
+            request = s.request
+            assert isinstance(request, Request)
+            request.num_computed = s.start + s.num_tokens
+            if s.samples:
+                request.state = State.DECODE
+
+    def _reserve(self, request: Request) -> bool:
+        """Make sure that the page of the request's newest token is there; False when it must wait or was preempted."""
+        pool = self.pools[request.tier]
+        while len(request.blocks) * self.config.page_size < request.num_tokens:
+            if pool.num_free:
+                request.blocks += pool.allocate(1)
+                continue
+            if any(r.state is State.LEAVING and r.tier == request.tier for r in self.running):
+                return False  # blocks are on their way back
+            victim = max((r for r in self.running if r.tier == request.tier and r.blocks), key=_arrival)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _prefills(self, budget: int, now_ns: int) -> list[Segment]:
+        segments: list[Segment] = []
+        for request in self.running:
+            if request.state is State.PREFILL and budget > 0:
+                budget -= self._chunk(request, budget, segments)
+        while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            tier = self.policy.place(self._view(request), {t: self._tier_view(t) for t in TIERS})
+            if tier is None or (tier == CPU_TIER and request.num_tokens > budget and self._staging_taken(segments)):
+                break
+            self._admit(request, tier, now_ns)
+            budget -= self._chunk(request, budget, segments)
+        return segments
+
+    def _chunk(self, request: Request, budget: int, segments: list[Segment]) -> int:
+        start = request.num_computed
+        count = min(budget, request.num_tokens - start)
+        last = start + count == request.num_tokens
+        segments.append(Segment(request, request.tier, start, count, samples=last, prefill=True))
+        return count
+
+    def _staging_taken(self, segments: list[Segment]) -> bool:
+        """A chunked CPU-tier prefill that goes on after this pass owns the staging area of earlier K,V."""
+        through = {id(s.request) for s in segments if s.samples}
+        return any(r.state is State.PREFILL and r.tier == CPU_TIER and id(r) not in through for r in self.running)
+
+    def _admit(self, request: Request, tier: str, now_ns: int) -> None:
+        if tier not in TIERS:
+            raise InputError(f"policy '{self.policy.name}' placed request {request.request_id} on the unknown tier '{tier}'")
+        self.waiting.pop(0)
+        request.tier = tier
+        request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self.config.page_size))
+        request.state = State.PREFILL
+        if request.scheduled_ns is None:
+            request.scheduled_ns = now_ns
+        insort(self.running, request, key=_arrival)
+
+    def _view(self, request: Request) -> RequestView:
+        page = self.config.page_size
+        return RequestView(request.index, blocks_for(request.num_tokens, page), blocks_for(request.max_cached, page))
+
+    def _tier_view(self, tier: str) -> TierView:
+        pool = self.pools[tier]
+        return TierView(pool.num_free, pool.num_blocks)
+
+
+def _arrival(request: Request) -> int:
+    return request.index

@@ -1,0 +1,211 @@
+"""A decoder over integers, exact and sensitive: any stale, lost or misplaced byte changes every later token.
+
+It does what a real model does - embeds, writes K,V into pages, attends over all earlier positions in order, hands
+rows up and down through exchange buffers - with 61-bit hashes for vectors. Closures touch the buffers when they run,
+so on ``SimDevice(execute=True)`` every race that the executor allows shows up as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, Segment
+
+PRIME = (1 << 61) - 1
+VOCAB = 50
+
+
+def mix(*values: int) -> int:
+    x = 1469598103934665603
+    for v in values:
+        x = ((x ^ (v & PRIME)) * 1099511628211 + 2654435761) % PRIME
+    return x
+
+
+def attend(q: int, kvs: Sequence[int]) -> int:
+    return mix(q, *kvs)
+
+
+def reference(prompt: Sequence[int], count: int, num_layers: int) -> list[int]:
+    """The first ``count`` output tokens of the toy model."""
+    tokens: list[int] = []
+    kv: list[list[int]] = [[] for _ in range(num_layers)]
+    for position in range(len(prompt) + count - 1):
+        token = prompt[position] if position < len(prompt) else tokens[position - len(prompt)]
+        x = mix(token, position)
+        for layer in range(num_layers):
+            kv[layer].append(mix(x, layer, 2))
+            x = mix(x, attend(mix(x, layer, 1), kv[layer]), layer)
+        if position >= len(prompt) - 1:
+            tokens.append(x % VOCAB)
+    return tokens
+
+
+class Pages:
+    """K,V per layer and slot; a slot never written reads as None and blows up in ``mix``."""
+
+    def __init__(self, num_layers: int, num_blocks: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.values: list[list[int | None]] = [[None] * (num_blocks * page_size) for _ in range(num_layers)]
+
+    def slot(self, blocks: Sequence[int], position: int) -> int:
+        return blocks[position // self.page_size] * self.page_size + position % self.page_size
+
+    def read(self, layer: int, blocks: Sequence[int], count: int) -> list[int]:
+        return [self.values[layer][self.slot(blocks, p)] for p in range(count)]  # type: ignore[misc]
+
+
+class ToyStages:
+    def __init__(self, num_layers: int, gpu_blocks: int, cpu_blocks: int, page_size: int, max_rows: int) -> None:
+        self.num_layers = num_layers
+        self.gpu = Pages(num_layers, gpu_blocks, page_size)
+        self.cpu = Pages(num_layers, cpu_blocks, page_size)
+        self.residual: list[int | None] = [None] * max_rows
+        self.dev_qkv: list[tuple[int, int] | None] = [None] * max_rows
+        self.host_qkv: list[tuple[int, int] | None] = [None] * max_rows
+        self.host_out: list[int | None] = [None] * max_rows
+        self.dev_out: list[int | None] = [None] * max_rows
+        self.staging: list[int] = []
+        self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # cohort -> (blocks, position, dead)
+        self.tokens: dict[int, list[int]] = {}
+        self.open_cohorts = 0
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> None:
+        self.rows = []  # (segment index, position, token, blocks) of every GPU row
+        self.state: dict[str, list] = {"x": [], "q": [], "out": []}
+        self.kv: dict[int, list[int]] = {}
+        for i, s in enumerate(batch.segments):
+            for p in range(s.start, s.start + s.num_tokens):
+                self.rows.append((i, p, s.request.token_ids[p], list(s.request.blocks)))
+
+    def launch(self, cohort: Cohort) -> None:
+        self.open_cohorts += 1
+        self.tokens[cohort.number] = [r.request.token_ids[r.position] for r in cohort.rows]
+        self.replan(cohort)
+
+    def replan(self, cohort: Cohort) -> None:
+        self.plans[cohort.number] = [
+            ([] if i in cohort.dead else list(r.request.blocks), r.position, i in cohort.dead)
+            for i, r in enumerate(cohort.rows)
+        ]
+
+    def finish(self, cohort: Cohort) -> None:
+        self.open_cohorts -= 1
+        del self.plans[cohort.number], self.tokens[cohort.number]
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def attention(self, layer: int, batch: Batch) -> Op:
+        state, kv, rows = self.state, self.kv, self.rows
+
+        def run() -> None:
+            state["out"] = []
+            for (i, p, _, blocks), q, own in zip(rows, state["q"], kv[layer], strict=True):
+                s = batch.segments[i]
+                if s.tier == GPU_TIER:
+                    self.gpu.values[layer][self.gpu.slot(blocks, p)] = own
+                    seen = self.gpu.read(layer, blocks, p + 1)
+                else:
+                    mine = [v for (j, _, _, _), v in zip(rows, kv[layer], strict=True) if j == i]
+                    seen = (self.staging[: s.start] + mine)[: p + 1]
+                state["out"].append(attend(q, seen))
+
+        return Op("attention", GPU, Work("decode_attention", 0, 0, len(rows)), run, layer=layer)
+
+    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+        state, kv, rows = (self.state, self.kv, self.rows) if batch is not None else ({}, {}, [])
+        segments = batch.segments if batch is not None else ()
+        parts = [
+            (range(c.first_slot, c.first_slot + len(c.rows)), [r.position for r in c.rows], self.tokens[c.number])
+            for c in cohorts
+        ]
+        last = layer == self.num_layers - 1
+
+        def run() -> list[int] | None:
+            if batch is not None:
+                if layer < 0:
+                    state["x"] = [mix(t, p) for _, p, t, _ in rows]
+                else:
+                    state["x"] = [mix(x, o, layer) for x, o in zip(state["x"], state["out"], strict=True)]
+                if not last:
+                    state["q"] = [mix(x, layer + 1, 1) for x in state["x"]]
+                    kv[layer + 1] = [mix(x, layer + 1, 2) for x in state["x"]]
+            for slots, positions, tokens in parts:
+                for slot, position, token in zip(slots, positions, tokens, strict=True):
+                    if layer < 0:
+                        self.residual[slot] = mix(token, position)
+                    else:
+                        self.residual[slot] = mix(self.residual[slot], self.dev_out[slot], layer)
+                    x = self.residual[slot]
+                    self.dev_qkv[slot] = None if last else (mix(x, layer + 1, 1), mix(x, layer + 1, 2))
+            if not last:
+                return None
+            ends = [max(k for k, r in enumerate(rows) if r[0] == i) for i, s in enumerate(segments) if s.samples]
+            sampled = [state["x"][k] % VOCAB for k in ends]
+            return sampled + [self.residual[slot] % VOCAB for slots, _, _ in parts for slot in slots]
+
+        requests = tuple(s.request.request_id for s in segments) + tuple(r for c in cohorts for r in c.requests)
+        count = len(rows) + sum(len(c.rows) for c in cohorts)
+        return Op("linear", GPU, Work("linear", 0, 0, count), run, layer=layer, requests=requests)
+
+    def send(self, cohort: Cohort) -> Op:
+        slots = range(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+
+        def run() -> None:
+            for slot in slots:
+                self.host_qkv[slot] = self.dev_qkv[slot]
+
+        return self._cohort_op("send", D2H, "copy", cohort, run)
+
+    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
+        plan, layer = self.plans[cohort.number], cohort.layer
+
+        def run() -> None:
+            for k, (blocks, position, dead) in enumerate(plan):
+                slot = cohort.first_slot + k
+                if dead:
+                    self.host_out[slot] = 0
+                    continue
+                q, own = self.host_qkv[slot]
+                self.cpu.values[layer][self.cpu.slot(blocks, position)] = own
+                self.host_out[slot] = attend(q, self.cpu.read(layer, blocks, position + 1))
+
+        op = self._cohort_op("cpu_attention", CPU, "decode_attention", cohort, run)
+        op.priority = priority
+        return op
+
+    def fetch(self, cohort: Cohort) -> Op:
+        slots = range(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+
+        def run() -> None:
+            for slot in slots:
+                self.dev_out[slot] = self.host_out[slot]
+
+        return self._cohort_op("fetch", H2D, "copy", cohort, run)
+
+    def pull(self, layer: int, segment: Segment) -> Op:
+        blocks = list(segment.request.blocks)
+
+        def run() -> None:
+            self.staging = self.cpu.read(layer, blocks, segment.start)
+
+        return Op("pull", H2D, Work("copy", 0, 0, segment.start), run, layer=layer)
+
+    def hand_down(self, layer: int, segment: Segment) -> Op:
+        kv, rows = self.kv, self.rows
+        assert segment.tier == CPU_TIER
+        blocks = list(segment.request.blocks)
+
+        def run() -> None:
+            for (_, p, _, own), value in zip(rows, kv[layer], strict=True):
+                if own == blocks and segment.start <= p < segment.start + segment.num_tokens:
+                    self.cpu.values[layer][self.cpu.slot(blocks, p)] = value
+
+        return Op("hand_down", D2H, Work("copy", 0, 0, segment.num_tokens), run, layer=layer)
+
+    def _cohort_op(self, name: str, lane: str, kind: str, cohort: Cohort, run) -> Op:
+        work = Work(kind, 0, 0, len(cohort.rows))
+        return Op(name, lane, work, run, layer=cohort.layer, requests=cohort.requests)
