@@ -74,6 +74,7 @@ class ToyStages:
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
+        self.batch = batch
         self.rows = []  # (segment index, position, token, blocks) of every GPU row
         self.state: dict[str, list] = {"x": [], "q": [], "out": []}
         self.kv: dict[int, list[int]] = {}
@@ -195,13 +196,13 @@ class ToyStages:
         return Op("pull", H2D, Work("copy", 0, 0, segment.start), run, layer=layer)
 
     def hand_down(self, layer: int, segment: Segment) -> Op:
-        kv, rows = self.kv, self.rows
+        kv, rows, index = self.kv, self.rows, self.batch.segments.index(segment)
         assert segment.tier == CPU_TIER
         blocks = list(segment.request.blocks)
 
         def run() -> None:
-            for (_, p, _, own), value in zip(rows, kv[layer], strict=True):
-                if own == blocks and segment.start <= p < segment.start + segment.num_tokens:
+            for (i, p, _, _), value in zip(rows, kv[layer], strict=True):
+                if i == index:
                     self.cpu.values[layer][self.cpu.slot(blocks, p)] = value
 
         return Op("hand_down", D2H, Work("copy", 0, 0, segment.num_tokens), run, layer=layer)
