@@ -6,6 +6,7 @@ tile layout, merging of partial results, and the fused row-wise steps of a Llama
 
 from gpu_kernels.capability import Capability, capability_of
 from gpu_kernels.checks import CacheShape, cache_shape
+from gpu_kernels.cpu_layout import BlockShape, block_shape, pack_for_cpu, unpack_from_cpu
 from gpu_kernels.decode import DecodePlan, paged_decode_attention, plan_decode
 from gpu_kernels.fused import rms_norm, rope, silu_mul
 from gpu_kernels.kv_cache import append_kv, check_slots
@@ -13,16 +14,19 @@ from gpu_kernels.merge import merge_state, merge_states
 from gpu_kernels.prefill import PrefillPlan, plan_prefill, prefill_attention
 
 __all__ = [
+    "BlockShape",
     "CacheShape",
     "Capability",
     "DecodePlan",
     "PrefillPlan",
     "append_kv",
+    "block_shape",
     "cache_shape",
     "capability_of",
     "check_slots",
     "merge_state",
     "merge_states",
+    "pack_for_cpu",
     "paged_decode_attention",
     "plan_decode",
     "plan_prefill",
@@ -30,4 +34,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_mul",
+    "unpack_from_cpu",
 ]

@@ -58,7 +58,7 @@ class Capability:
         if self.interpreter:
             raise ValueError(f"{name}: bfloat16 under Triton's interpreter gives wrong numbers; use float32 or float16")
         raise ValueError(
-            f"{name}: bfloat16 needs compute capability 8.0 or newer and this device has {self.sm / 10:.1f}; use float16"
+            f"{name}: bfloat16 needs compute capability 8.0 or newer, this device has {self.sm / 10:.1f}; use float16"
         )
 
 

@@ -1,8 +1,9 @@
 """Argument checks that more than one launcher needs. Each raises one sentence: argument, row, numbers."""
 
+import math
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from gpu_kernels.config import DTYPES, HEAD_DIMS, PAGE_SIZES
@@ -10,7 +11,7 @@ from gpu_kernels.config import DTYPES, HEAD_DIMS, PAGE_SIZES
 _INT32_MAX = 2**31 - 1
 
 
-def refuse(name: str, problem: str) -> None:
+def refuse(name: str, problem: str) -> NoReturn:
     """Raise the package's one kind of complaint."""
     raise ValueError(f"{name}: {problem}")
 
@@ -128,19 +129,28 @@ def check_scales(
     return k_scale, v_scale
 
 
-def host_integers(name: str, values: torch.Tensor | np.ndarray, dtype: str, dim: int) -> np.ndarray:
-    """An integer argument as a host array of its own; a CUDA tensor is copied down, which waits for the device."""
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if array.dtype != np.dtype(dtype):
-        refuse(name, f"dtype {array.dtype} is not {dtype}")
-    if array.ndim != dim:
-        refuse(name, f"{array.ndim} dimensions are not the needed {dim}")
-    return np.array(array)
+def host_integers(name: str, values: Any, dtype: torch.dtype, dim: int) -> torch.Tensor:
+    """An integer argument (tensor or array) as a host tensor of its own; a CUDA one waits for the device."""
+    host = torch.as_tensor(values).detach().to("cpu", copy=True)
+    if host.dtype is not dtype:
+        refuse(name, f"dtype {host.dtype} is not {dtype}")
+    if host.dim() != dim:
+        refuse(name, f"{host.dim()} dimensions are not the needed {dim}")
+    return host.contiguous()
 
 
-def per_head(
-    name: str, values: torch.Tensor | np.ndarray | None, num_q_heads: int, absent: float, device: torch.device
-) -> torch.Tensor:
+def first_where(condition: torch.Tensor) -> tuple[int, ...] | None:
+    """Indices of the first true element, or None."""
+    found = condition.nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
+
+
+def ceil_div(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Whole-number division of non-negative values, rounded up."""
+    return (values + divisor - 1) // divisor
+
+
+def per_head(name: str, values: Any, num_q_heads: int, absent: float, device: torch.device) -> torch.Tensor:
     """A float32 value per query head on ``device``; ``absent`` stands where the argument is not given."""
     if values is None:
         return torch.full((num_q_heads,), absent, dtype=torch.float32, device=device)
@@ -153,50 +163,62 @@ def per_head(
     return host.to(device, copy=True)
 
 
-def check_scalars(num_q_heads: int, num_kv_heads: int, sm_scale: float, window_left: int, logits_soft_cap: float) -> None:
+def check_scalars(
+    num_q_heads: int, num_kv_heads: int, sm_scale: float, window_left: int, logits_soft_cap: float
+) -> None:
     """The scalar half of the attention contract."""
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         refuse("num_q_heads", f"{num_q_heads} is not a positive multiple of num_kv_heads {num_kv_heads}")
-    if not np.isfinite(sm_scale):
+    if not math.isfinite(sm_scale):
         refuse("sm_scale", f"{sm_scale} is not finite")
     if not -1 <= window_left <= _INT32_MAX:
         refuse("window_left", f"{window_left} is neither -1 (no window) nor a number of earlier positions")
-    if not (np.isfinite(logits_soft_cap) and logits_soft_cap >= 0.0):
+    if not (math.isfinite(logits_soft_cap) and logits_soft_cap >= 0.0):
         refuse("logits_soft_cap", f"{logits_soft_cap} is neither 0 (no cap) nor a positive number")
 
 
-def check_table(block_table: np.ndarray, seq_lens: np.ndarray, first_keys: np.ndarray, cache: CacheShape) -> None:
+def check_lengths(name: str, lengths: torch.Tensor) -> None:
+    """No length is negative, and none so long that a tile past it would leave int32."""
+    bad = first_where((lengths < 0) | (lengths > _INT32_MAX // 2))
+    if bad:
+        refuse(name, f"sequence {bad[0]} has length {lengths[bad].item()}")
+
+
+def first_keys_of(lengths: torch.Tensor, window_left: int) -> torch.Tensor:
+    """First position that the query at position ``length - 1`` attends to, int64."""
+    if window_left < 0:
+        return torch.zeros_like(lengths, dtype=torch.int64)
+    return (lengths.to(torch.int64) - 1 - window_left).clamp(min=0)
+
+
+def check_table(table: torch.Tensor, lengths: torch.Tensor, first_keys: torch.Tensor, cache: CacheShape) -> None:
     """Every page that will be read exists; entries before the window and past the last used page are not looked at."""
-    if block_table.shape[0] != seq_lens.shape[0]:
-        refuse("block_table", f"{block_table.shape[0]} rows do not match the {seq_lens.shape[0]} sequences of seq_lens")
-    negative = np.flatnonzero(seq_lens < 0)
-    if negative.size:
-        refuse("seq_lens", f"sequence {negative[0]} has length {seq_lens[negative[0]]}")
-    pages = -(-seq_lens.astype(np.int64) // cache.page_size)
-    short = np.flatnonzero(pages > block_table.shape[1])
-    if short.size:
-        row, columns = short[0], block_table.shape[1]
+    if table.shape[0] != lengths.shape[0]:
+        refuse("block_table", f"{table.shape[0]} rows do not match the {lengths.shape[0]} sequences of seq_lens")
+    pages, columns = ceil_div(lengths.to(torch.int64), cache.page_size), table.shape[1]
+    short = first_where(pages > columns)
+    if short:
         refuse(
             "block_table",
-            f"sequence {row} has length {seq_lens[row]} and needs {pages[row]} pages of {cache.page_size}, the table's "
-            f"{columns} columns hold {columns * cache.page_size}",
+            f"sequence {short[0]} has length {lengths[short].item()} and needs {pages[short].item()} pages of "
+            f"{cache.page_size}, the table's {columns} columns hold {columns * cache.page_size}",
         )
-    column = np.arange(block_table.shape[1])
+    column = torch.arange(columns)
     used = (column >= (first_keys // cache.page_size)[:, None]) & (column < pages[:, None])
-    bad = np.argwhere(used & ((block_table < 0) | (block_table >= cache.num_pages)))
-    if bad.size:
-        row, col = bad[0]
+    bad = first_where(used & ((table < 0) | (table >= cache.num_pages)))
+    if bad:
         refuse(
             "block_table",
-            f"sequence {row}, column {col} names page {block_table[row, col]}, there are {cache.num_pages} pages",
+            f"sequence {bad[0]}, column {bad[1]} names page {table[bad].item()}, there are {cache.num_pages} pages",
         )
 
 
-def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """int32 arrays as tensors on ``device``, in one copy."""
-    starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays])  # each part 16-byte aligned
-    flat = np.zeros(max(int(starts[-1]), 1), np.int32)
-    for start, array in zip(starts, arrays, strict=False):
-        flat[start : start + array.size] = array.ravel()
-    packed = torch.from_numpy(flat).to(device, non_blocking=True)
-    return [packed[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]
+def upload(device: torch.device, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Integer host tensors as int32 tensors on ``device``, in one copy."""
+    sizes = [-(-part.numel() // 4) * 4 for part in parts]  # each part begins 16-byte aligned
+    flat = torch.zeros(max(sum(sizes), 1), dtype=torch.int32)
+    for part, place in zip(parts, flat.split_with_sizes([*sizes, flat.numel() - sum(sizes)]), strict=False):
+        place[: part.numel()] = part.flatten()
+    packed = flat.to(device, non_blocking=True)
+    places = packed.split_with_sizes([*sizes, flat.numel() - sum(sizes)])
+    return [place[: part.numel()].view(part.shape) for part, place in zip(parts, places, strict=False)]

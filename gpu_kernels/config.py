@@ -44,7 +44,7 @@ def block_of(columns: int) -> int:
 def decode_config(
     dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability
 ) -> Config:
-    """``bodies.decode.attend_split``. The group is padded to 16 rows, the least a tensor core takes, or to blocks of 32.
+    """``bodies.decode.attend_split``. The group is padded to 16 rows, a tensor core's least, or to blocks of 32.
 
     Keys per tile x head_dim are chosen so that K and V tiles times the stages fit the smallest shared memory among
     the devices of the class (99 KiB on 8.6 and 8.9).
@@ -118,3 +118,16 @@ def rope_config(interleaved: bool, half_dim: int) -> Config:
 def silu_mul_config() -> Config:
     """``bodies.fused.silu_mul``."""
     return Config({"BLOCK": SILU_BLOCK}, num_warps=4)
+
+
+def pack_config(dtype: torch.dtype, head_dim: int) -> Config:
+    """``bodies.pack.pack`` and ``unpack``."""
+    share = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}[dtype]
+    block_d = block_of(head_dim)
+    constants = {
+        "SHARE": share,
+        "SCALES": dtype is torch.int8,
+        "BLOCK_W": max(4, block_d // share),
+        "BLOCK_D": block_d,
+    }
+    return Config(constants, num_warps=4)

@@ -6,9 +6,9 @@
     GPU                                             attend_split combine | attend_split combine | ...
 """
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from gpu_kernels.bodies import decode as bodies
@@ -16,11 +16,14 @@ from gpu_kernels.capability import Capability, capability_of
 from gpu_kernels.checks import (
     CacheShape,
     cache_shape,
+    ceil_div,
+    check_lengths,
     check_rows,
     check_scalars,
     check_scales,
     check_table,
     check_tensor,
+    first_keys_of,
     host_integers,
     per_head,
     refuse,
@@ -141,7 +144,8 @@ class DecodePlan:
         if workspace.numel() < self.workspace_size or workspace.device != self.cache.device:
             refuse(
                 "workspace",
-                f"{workspace.numel()} elements on {workspace.device}; {self.workspace_size} on {self.cache.device} are needed",
+                f"{workspace.numel()} elements on {workspace.device}; needed are {self.workspace_size} on "
+                f"{self.cache.device}",
             )
         flat = workspace.view(-1)
         cut = self.num_parts * self.num_q_heads * self.cache.head_dim
@@ -182,16 +186,16 @@ class DecodePlan:
 def plan_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor | np.ndarray,
-    seq_lens: torch.Tensor | np.ndarray,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
     num_q_heads: int,
     *,
     q_dtype: torch.dtype | None = None,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | np.ndarray | None = None,
-    sinks: torch.Tensor | np.ndarray | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     split_tokens: int = DEFAULT_SPLIT_TOKENS,
 ) -> DecodePlan:
     """Check a batch and lay out its work. Everything that can be refused is refused here.
@@ -231,19 +235,34 @@ def plan_decode(
     check_scalars(num_q_heads, cache.num_kv_heads, scale, window_left, logits_soft_cap)
     if split_tokens < SPLIT_MULTIPLE or split_tokens % SPLIT_MULTIPLE:
         refuse("split_tokens", f"{split_tokens} is not a positive multiple of {SPLIT_MULTIPLE}")
-    table = host_integers("block_table", block_table, "int32", 2)
-    lens = host_integers("seq_lens", seq_lens, "int32", 1)
-    first_keys = np.maximum(lens.astype(np.int64) - 1 - window_left, 0) if window_left >= 0 else np.zeros_like(lens)
+    table = host_integers("block_table", block_table, torch.int32, 2)
+    lens = host_integers("seq_lens", seq_lens, torch.int32, 1)
+    check_lengths("seq_lens", lens)
+    first_keys = first_keys_of(lens, window_left)
     check_table(table, lens, first_keys, cache)
     item_seq, item_split, part_start = _work(lens, first_keys, split_tokens)
-    uploaded = upload(cache.device, item_seq, item_split, part_start, table, lens)
+    item_seq, item_split, part_start, table, lens = upload(cache.device, item_seq, item_split, part_start, table, lens)
     return DecodePlan(
-        cache, capability, dtype, lens.size, num_q_heads, item_seq.size, scale, window_left, float(logits_soft_cap),
-        logits_soft_cap > 0.0 or alibi_slopes is not None, split_tokens, *uploaded,
-        per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
-        per_head("sinks", sinks, num_q_heads, -np.inf, cache.device),
-        per_head("sinks", None, num_q_heads, -np.inf, cache.device),
-    )  # fmt: skip
+        cache=cache,
+        capability=capability,
+        q_dtype=dtype,
+        num_seqs=len(lens),
+        num_q_heads=num_q_heads,
+        num_parts=len(item_seq),
+        sm_scale=scale,
+        window_left=window_left,
+        logits_soft_cap=float(logits_soft_cap),
+        extras=logits_soft_cap > 0.0 or alibi_slopes is not None,
+        split_tokens=split_tokens,
+        item_seq=item_seq,
+        item_split=item_split,
+        part_start=part_start,
+        block_table=table,
+        seq_lens=lens,
+        alibi_slopes=per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
+        sinks=per_head("sinks", sinks, num_q_heads, -math.inf, cache.device),
+        no_sinks=per_head("sinks", None, num_q_heads, -math.inf, cache.device),
+    )
 
 
 def check_query_dtype(dtype: torch.dtype, cache: CacheShape, capability: Capability) -> None:
@@ -255,25 +274,27 @@ def check_query_dtype(dtype: torch.dtype, cache: CacheShape, capability: Capabil
     capability.refuse_dtype("q_dtype", dtype)
 
 
-def _work(lens: np.ndarray, first_keys: np.ndarray, split_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _work(
+    lens: torch.Tensor, first_keys: torch.Tensor, split_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Work items in sequence order: item -> sequence, item -> split, and each sequence's first item.
 
     Splits wholly before the window are left out; an empty sequence gets one item, which writes its empty result.
     """
-    first_split = first_keys.astype(np.int64) // split_tokens
-    counts = np.maximum(-(-lens.astype(np.int64) // split_tokens) - first_split, 1)
-    part_start = np.concatenate(([0], np.cumsum(counts)))
-    item_seq = np.repeat(np.arange(lens.size), counts)
-    item_split = np.arange(part_start[-1]) - part_start[item_seq] + first_split[item_seq]
-    return item_seq.astype(np.int32), item_split.astype(np.int32), part_start.astype(np.int32)
+    first_split = first_keys // split_tokens
+    counts = (ceil_div(lens.to(torch.int64), split_tokens) - first_split).clamp(min=1)
+    part_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    item_seq = torch.arange(len(lens)).repeat_interleave(counts)
+    item_split = torch.arange(len(item_seq)) - part_start[item_seq] + first_split[item_seq]
+    return item_seq, item_split, part_start
 
 
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor | np.ndarray,
-    seq_lens: torch.Tensor | np.ndarray,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -282,8 +303,8 @@ def paged_decode_attention(
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | np.ndarray | None = None,
-    sinks: torch.Tensor | np.ndarray | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     split_tokens: int = DEFAULT_SPLIT_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`plan_decode` and `DecodePlan.run` in one call, for a caller with one layer. Returns ``out, lse``."""

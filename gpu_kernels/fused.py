@@ -69,7 +69,9 @@ def rope(
     interleaved: bool = False,
     check_ids: bool = True,
 ) -> torch.Tensor:
-    """Rotate the first ``2 * cos.shape[1]`` columns of every head in place: pair (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotate the first ``2 * cos.shape[1]`` columns of every head in place.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin).
 
     Parameters
     ----------

@@ -20,7 +20,9 @@ def append_kv(
     v_scale: torch.Tensor | None = None,
     check_ids: bool = True,
 ) -> None:
-    """Write token rows into their slots, converting to the cache's dtype (int8: scale = max|x| / 127 per token and head).
+    """Write token rows into their slots, converting to the cache's dtype.
+
+    An int8 cache gets ``code = round(x / scale)``, ``scale = max|x| / 127`` per token and head, without a floor.
 
     Parameters
     ----------

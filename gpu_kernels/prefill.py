@@ -1,8 +1,8 @@
 """Prefill attention over paged keys: variable lengths, chunks, causal or not, window."""
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from gpu_kernels.bodies import prefill as bodies
@@ -10,11 +10,15 @@ from gpu_kernels.capability import Capability, capability_of
 from gpu_kernels.checks import (
     CacheShape,
     cache_shape,
+    ceil_div,
+    check_lengths,
     check_rows,
     check_scalars,
     check_scales,
     check_table,
     check_tensor,
+    first_keys_of,
+    first_where,
     host_integers,
     per_head,
     refuse,
@@ -113,9 +117,9 @@ class PrefillPlan:
 def plan_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor | np.ndarray,
-    query_start_loc: torch.Tensor | np.ndarray,
-    seq_lens: torch.Tensor | np.ndarray,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
     num_q_heads: int,
     *,
     q_dtype: torch.dtype | None = None,
@@ -123,8 +127,8 @@ def plan_prefill(
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | np.ndarray | None = None,
-    sinks: torch.Tensor | np.ndarray | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> PrefillPlan:
     """Check a batch of chunks and lay out its work. Everything that can be refused is refused here.
 
@@ -150,59 +154,79 @@ def plan_prefill(
     scale = cache.head_dim**-0.5 if sm_scale is None else float(sm_scale)
     check_query_dtype(dtype, cache, capability)
     check_scalars(num_q_heads, cache.num_kv_heads, scale, window_left, logits_soft_cap)
-    table = host_integers("block_table", block_table, "int32", 2)
-    starts = host_integers("query_start_loc", query_start_loc, "int32", 1)
-    lens = host_integers("seq_lens", seq_lens, "int32", 1)
+    table = host_integers("block_table", block_table, torch.int32, 2)
+    starts = host_integers("query_start_loc", query_start_loc, torch.int32, 1).to(torch.int64)
+    lens = host_integers("seq_lens", seq_lens, torch.int32, 1).to(torch.int64)
+    check_lengths("seq_lens", lens)
     q_lens = _query_lengths(starts, lens)
-    first_keys = np.maximum(lens.astype(np.int64) - q_lens - window_left, 0) if window_left >= 0 else np.zeros_like(lens)
-    check_table(table, np.where(q_lens > 0, lens, 0), first_keys, cache)
+    # a chunk reads from the window of its first token on, and a sequence without a chunk reads nothing
+    first_keys = first_keys_of(lens - q_lens + 1, window_left)
+    check_table(table, torch.where(q_lens > 0, lens, 0), first_keys, cache)
     extras = logits_soft_cap > 0.0 or alibi_slopes is not None
     config = prefill_config(dtype, cache.quantised, extras, cache.head_dim, capability)
     item_seq, item_tile = _work(q_lens, lens, num_q_heads // cache.num_kv_heads, config.constants["BLOCK_M"])
-    uploaded = upload(cache.device, item_seq, item_tile, starts, table, lens)
+    num_tokens = int(starts[-1])
+    item_seq, item_tile, starts, table, lens = upload(cache.device, item_seq, item_tile, starts, table, lens)
     return PrefillPlan(
-        cache, capability, dtype, int(starts[-1]), num_q_heads, item_seq.size, scale, window_left, causal,
-        float(logits_soft_cap), extras, *uploaded,
-        per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
-        per_head("sinks", sinks, num_q_heads, -np.inf, cache.device),
-    )  # fmt: skip
+        cache=cache,
+        capability=capability,
+        q_dtype=dtype,
+        num_tokens=num_tokens,
+        num_q_heads=num_q_heads,
+        num_items=len(item_seq),
+        sm_scale=scale,
+        window_left=window_left,
+        causal=causal,
+        logits_soft_cap=float(logits_soft_cap),
+        extras=extras,
+        item_seq=item_seq,
+        item_tile=item_tile,
+        query_start_loc=starts,
+        block_table=table,
+        seq_lens=lens,
+        alibi_slopes=per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
+        sinks=per_head("sinks", sinks, num_q_heads, -math.inf, cache.device),
+    )
 
 
-def _query_lengths(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    if starts.size != lens.size + 1:
-        refuse("query_start_loc", f"{starts.size} entries do not fit {lens.size} sequences; one more than those is needed")
+def _query_lengths(starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    if len(starts) != len(lens) + 1:
+        refuse(
+            "query_start_loc", f"{len(starts)} entries do not fit {len(lens)} sequences, which need one more than those"
+        )
     if starts[0] != 0:
-        refuse("query_start_loc", f"begins at {starts[0]}, not at 0")
-    q_lens = np.diff(starts.astype(np.int64))
-    backward = np.flatnonzero(q_lens < 0)
-    if backward.size:
+        refuse("query_start_loc", f"begins at {starts[0].item()}, not at 0")
+    q_lens = starts.diff()
+    backward = first_where(q_lens < 0)
+    if backward:
         row = backward[0]
-        refuse("query_start_loc", f"sequence {row} starts at {starts[row]} and ends before, at {starts[row + 1]}")
-    long = np.flatnonzero(q_lens > lens)
-    if long.size:
-        row = long[0]
-        refuse("seq_lens", f"sequence {row} has {lens[row]} keys and {q_lens[row]} query tokens, which are part of them")
+        refuse("query_start_loc", f"sequence {row} starts at {starts[row].item()} and ends at {starts[row + 1].item()}")
+    long = first_where(q_lens > lens)
+    if long:
+        refuse(
+            "seq_lens",
+            f"sequence {long[0]} has {lens[long].item()} keys, fewer than its {q_lens[long].item()} query tokens",
+        )
     return q_lens
 
 
-def _work(q_lens: np.ndarray, lens: np.ndarray, group: int, block_m: int) -> tuple[np.ndarray, np.ndarray]:
+def _work(q_lens: torch.Tensor, lens: torch.Tensor, group: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of BLOCK_M packed rows: item -> sequence, item -> tile. Those with the most keys start first."""
-    tiles = -(-q_lens * group // block_m)
-    item_seq = np.repeat(np.arange(q_lens.size), tiles)
-    starts = np.concatenate(([0], np.cumsum(tiles)))[:-1]
-    item_tile = np.arange(item_seq.size) - starts[item_seq]
+    tiles = ceil_div(q_lens * group, block_m)
+    item_seq = torch.arange(len(q_lens)).repeat_interleave(tiles)
+    item_tile = torch.arange(len(item_seq)) - (tiles.cumsum(0) - tiles)[item_seq]
     keys = (lens - q_lens)[item_seq] + (item_tile + 1) * block_m // group
-    order = np.argsort(-keys, kind="stable")
-    return item_seq[order].astype(np.int32), item_tile[order].astype(np.int32)
+    order = keys.argsort(descending=True, stable=True)
+    return item_seq[order], item_tile[order]
 
 
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor | np.ndarray,
-    query_start_loc: torch.Tensor | np.ndarray,
-    seq_lens: torch.Tensor | np.ndarray,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -212,8 +236,8 @@ def prefill_attention(
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | np.ndarray | None = None,
-    sinks: torch.Tensor | np.ndarray | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`plan_prefill` and `PrefillPlan.run` in one call, for a caller with one layer. Returns ``out, lse``."""
     plan = plan_prefill(

@@ -11,8 +11,8 @@ from gpu_kernels.bodies.softmax import finite_or_zero
     do_not_specialize_on_alignment=["lse_a_ptr", "lse_b_ptr", "lse_ptr"],
 )
 def merge(
-    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, num_rows, num_heads, head_dim, a_stride, a_stride_head, b_stride,
-    b_stride_head, out_stride, out_stride_head, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, num_rows, num_heads, head_dim, a_stride, a_stride_head,
+    b_stride, b_stride_head, out_stride, out_stride_head, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R (sequence, head) pairs. LSEs are [num_seqs, num_heads], contiguous, natural log.
 

@@ -19,7 +19,8 @@ def offset_of(page, pos, stride_page, page_mask, head_dim):
 @triton.jit
 def load_tile(base, offset, live, offs_d, head_dim):
     """[keys, BLOCK_D] of the cache; 0 where the position is not live or the column is past head_dim."""
-    return tl.load(base + offset[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < head_dim)[None, :], other=0.0)
+    mask = live[:, None] & (offs_d < head_dim)[None, :]
+    return tl.load(base + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

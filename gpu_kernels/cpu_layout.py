@@ -1,0 +1,157 @@
+"""Handing pages between a GPU layer's cache and the CPU's tile layout, so that the copy is one contiguous transfer.
+
+::
+
+    down:  pack_for_cpu (gpu.compute) -> one copy (gpu.d2h) -> CPU pages       up:  the same, backwards
+
+One page of one kv head is one block of bytes (``bodies/pack.py`` draws it); a page holds the blocks of its kv heads in
+order, as the CPU package stores them, so the copy's target can be the CPU pages themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu_kernels.bodies import pack as bodies
+from gpu_kernels.capability import capability_of
+from gpu_kernels.checks import CacheShape, cache_shape, check_aligned, check_scales, check_tensor, refuse
+from gpu_kernels.config import pack_config
+from gpu_kernels.launch import launch
+
+# by cache dtype: elements per word, word dtype, V element dtype (unsigned: widening must not copy the sign)
+_WORDS = {
+    torch.float32: (1, torch.int32, torch.int32),
+    torch.bfloat16: (2, torch.int32, torch.uint16),
+    torch.float16: (1, torch.int16, torch.int16),
+    torch.int8: (4, torch.int32, torch.uint8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Bytes of a page in the CPU's layout."""
+
+    num_kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _WORDS:
+            refuse("dtype", f"{self.dtype} has no CPU layout")
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one page of one kv head: K, V, and the scales of an int8 cache."""
+        scales = 8 * self.page_size if self.dtype is torch.int8 else 0
+        return 2 * self.page_size * self.head_dim * self.dtype.itemsize + scales
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+
+def block_shape(cache: CacheShape) -> BlockShape:
+    """The CPU blocks that hold this cache's pages."""
+    return BlockShape(cache.num_kv_heads, cache.page_size, cache.head_dim, cache.dtype)
+
+
+def pack_for_cpu(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_ids: bool = True,
+) -> torch.Tensor:
+    """Pages of one layer in the CPU's layout -> uint8 [num_ids, num_kv_heads, head_bytes], contiguous.
+
+    Parameters
+    ----------
+    k_cache, v_cache
+        [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16 or int8.
+    page_ids
+        [num_ids] int32 or int64.
+    out
+        Where to write; made when absent.
+    k_scale, v_scale
+        For an int8 cache: [num_pages, num_kv_heads, page_size] float32.
+    check_ids
+        Check the ids. On a CUDA tensor that waits for the device; pass False where the caller knows.
+
+    Raises
+    ------
+    ValueError
+        one sentence that names the argument, the row and the numbers.
+    """
+    cache = cache_shape(k_cache, v_cache)
+    shape = (page_ids.shape[0], cache.num_kv_heads, block_shape(cache).head_bytes)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.uint8, device=cache.device)
+    _move(bodies.pack, cache, k_cache, v_cache, page_ids, ("out", out), k_scale, v_scale, check_ids)
+    return out
+
+
+def unpack_from_cpu(
+    blocks: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_ids: bool = True,
+) -> None:
+    """Write uint8 ``blocks [num_ids, num_kv_heads, head_bytes]`` of the CPU's layout into pages of one layer.
+
+    The inverse of `pack_for_cpu`, with its arguments; no page may be named twice.
+    """
+    cache = cache_shape(k_cache, v_cache)
+    if check_ids and len(page_ids.unique()) != len(page_ids):
+        refuse("page_ids", f"{len(page_ids)} ids name {len(page_ids.unique())} pages; each may be written once")
+    _move(bodies.unpack, cache, k_cache, v_cache, page_ids, ("blocks", blocks), k_scale, v_scale, check_ids)
+
+
+def _move(
+    body: Any,
+    cache: CacheShape,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    named_blocks: tuple[str, torch.Tensor],
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    check_ids: bool,
+) -> None:
+    capability_of(cache.device)
+    name, blocks = named_blocks
+    shape = block_shape(cache)
+    check_tensor("page_ids", page_ids, (page_ids.shape[0],), (torch.int32, torch.int64), cache.device)
+    if check_ids:
+        _check_pages(page_ids, cache.num_pages)
+    check_tensor(name, blocks, (page_ids.shape[0], cache.num_kv_heads, shape.head_bytes), (torch.uint8,), cache.device)
+    check_aligned(name, blocks)
+    if not blocks.is_contiguous():
+        refuse(name, f"strides {blocks.stride()} are not those of a contiguous tensor")
+    share, word, element = _WORDS[cache.dtype]
+    k, v, flat = k_cache.view(word), v_cache.view(element), blocks.view(-1).view(word)
+    scales = check_scales(cache, k_scale, v_scale)
+    k_scale, v_scale = (scale.view(torch.int32) for scale in scales) if scales else (k, k)  # k: not followed
+    launch(
+        body, (page_ids.shape[0], cache.num_kv_heads, cache.page_size // 16), pack_config(cache.dtype, cache.head_dim),
+        cache.device,
+        k, v, k_scale, v_scale, page_ids, flat, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cache.num_kv_heads * cache.page_size, cache.page_size, cache.head_dim, cache.page_size,
+        shape.head_bytes // word.itemsize, shape.page_bytes // word.itemsize,
+    )  # fmt: skip
+
+
+def _check_pages(page_ids: torch.Tensor, num_pages: int) -> None:
+    host = page_ids.detach().cpu()
+    bad = ((host < 0) | (host >= num_pages)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        refuse("page_ids", f"row {row} names page {int(host[row])}, there are {num_pages} pages")
