@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridattn.runtime.llm import LLM, Output
+    from hybridattn.runtime.call import Output
+    from hybridattn.runtime.llm import LLM
     from hybridattn.runtime.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -17,7 +18,7 @@ __all__ = ["LLM", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "hybridattn.runtime.llm",
-    "Output": "hybridattn.runtime.llm",
+    "Output": "hybridattn.runtime.call",
     "SamplingParams": "hybridattn.runtime.params",
 }
 

@@ -103,4 +103,6 @@ def check_after(op: Op, after: Iterable[Ticket]) -> None:
         return
     for ticket in after:
         if ticket.op.lane == CPU and not ticket.done():
-            raise DeviceError(f"{op.describe()} may not wait for unfinished host work ({ticket.op.describe()}): poll it first")
+            raise DeviceError(
+                f"{op.describe()} may not wait for unfinished host work ({ticket.op.describe()}): poll it first"
+            )

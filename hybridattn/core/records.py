@@ -28,7 +28,9 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         if self.end_ns < self.arrival_ns:
-            raise InputError(f"request {self.request_id}: end_ns {self.end_ns} lies before arrival_ns {self.arrival_ns}")
+            raise InputError(
+                f"request {self.request_id}: end_ns {self.end_ns} lies before arrival_ns {self.arrival_ns}"
+            )
         if any(a > b for a, b in zip(self.token_ns, self.token_ns[1:], strict=False)):
             raise InputError(f"request {self.request_id}: token_ns goes back in time")
 

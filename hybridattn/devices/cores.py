@@ -31,7 +31,9 @@ def plan_cores(usable: tuple[int, ...] | None = None, gpu_threads: int = 1) -> C
     """
     cpus = topology.usable_cpus() if usable is None else usable
     if not 1 <= gpu_threads <= max(1, len(cpus) - 1):
-        raise InputError(f"gpu_threads must lie in 1..{max(1, len(cpus) - 1)} with {len(cpus)} usable cpus, got {gpu_threads}")
+        raise InputError(
+            f"gpu_threads must lie in 1..{max(1, len(cpus) - 1)} with {len(cpus)} usable cpus, got {gpu_threads}"
+        )
     if len(cpus) == 1:
         return CorePlan(cpus, cpus)
     return CorePlan(cpus[:gpu_threads], cpus[gpu_threads:])

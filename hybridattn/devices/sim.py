@@ -156,7 +156,9 @@ class SimDevice:
     def drain(self, timeout_ns: int) -> list[Span]:
         end = max(self._free_ns.values())
         if end > self.clock_ns + timeout_ns:
-            raise StallError(f"lanes are busy for another {(end - self.clock_ns) / 1e9:g} s, past {timeout_ns / 1e9:g} s")
+            raise StallError(
+                f"lanes are busy for another {(end - self.clock_ns) / 1e9:g} s, past {timeout_ns / 1e9:g} s"
+            )
         self.sleep_until_ns(end)
         error, self._first_error = self._first_error, None
         if error is not None:

@@ -18,7 +18,9 @@ class BlockPool:
 
     def __init__(self, tier: str, num_blocks: int, page_size: int) -> None:
         if num_blocks < 0 or page_size < 1:
-            raise InputError(f"{tier} pool: num_blocks must be >= 0 and page_size >= 1, got {num_blocks} and {page_size}")
+            raise InputError(
+                f"{tier} pool: num_blocks must be >= 0 and page_size >= 1, got {num_blocks} and {page_size}"
+            )
         self.tier = tier
         self.num_blocks = num_blocks
         self.page_size = page_size
@@ -32,7 +34,9 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` pages; CapacityError, and nothing taken, when fewer are free."""
         if count > len(self._free):
-            raise CapacityError(f"{self.tier} pool: {count} blocks wanted, {len(self._free)} of {self.num_blocks} are free")
+            raise CapacityError(
+                f"{self.tier} pool: {count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
+            )
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._used[block] = 1

@@ -1,9 +1,9 @@
 """The policy contract: who goes to which tier, how CPU rows are grouped, and the four verbs.
 
-    JOIN    the cohort's attention is ready: its rows enter the GPU's next linear stage
-    SKIP    go on without it and ask again when the GPU comes by this layer in the next pass
-    WAIT    wait (bounded) until it is ready, then JOIN
-    DETOUR  a ready cohort gets the linear stage of its own layer alone, wherever the GPU stands
+JOIN    the cohort's attention is ready: its rows enter the GPU's next linear stage
+SKIP    go on without it and ask again when the GPU comes by this layer in the next pass
+WAIT    wait (bounded) until it is ready, then JOIN
+DETOUR  a ready cohort gets the linear stage of its own layer alone, wherever the GPU stands
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class Policy:
         if cpu_fraction is not None and not 0.0 <= cpu_fraction <= 1.0:
             raise InputError(f"cpu_fraction must lie in 0..1, got {cpu_fraction}")
         if cpu_fraction and CPU_TIER not in self.tiers:
-            raise InputError(f"cpu_fraction {cpu_fraction} asks for the CPU tier, which policy '{self.name}' does not use")
+            raise InputError(
+                f"cpu_fraction {cpu_fraction} asks for the CPU tier, which policy '{self.name}' does not use"
+            )
         self.cpu_fraction = cpu_fraction
 
     def allowed(self, index: int) -> tuple[str, ...]:

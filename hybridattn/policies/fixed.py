@@ -21,8 +21,8 @@ class GpuOnly(Policy):
 class SyncOffload(Policy):
     """Blocking offload: the GPU waits at every layer for the CPU rows, which finish a token in one pass.
 
-        gpu.compute   |attn|....wait....|linear|attn|....wait....|linear|
-        cpu.attention |--- attention ---|      |--- attention ---|
+    gpu.compute   |attn|....wait....|linear|attn|....wait....|linear|
+    cpu.attention |--- attention ---|      |--- attention ---|
     """
 
     name = "sync_offload"

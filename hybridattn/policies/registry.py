@@ -34,7 +34,9 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
 def _imported(path: str) -> type[Policy]:
     module, _, name = path.partition(":")
     if not name:
-        raise InputError(f"policy '{path}' is unknown; choose one of {', '.join(sorted(POLICIES))} or name one as module:Class")
+        raise InputError(
+            f"policy '{path}' is unknown; choose one of {', '.join(sorted(POLICIES))} or name one as module:Class"
+        )
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

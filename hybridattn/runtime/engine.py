@@ -105,7 +105,9 @@ class Engine:
             )
         now_ns = self.device.now_ns()
         when_ns = now_ns if arrival_ns is None else arrival_ns
-        request = Request(name, self._count, prompt, room if max_tokens is None else min(room, max_tokens), params, when_ns)
+        request = Request(
+            name, self._count, prompt, room if max_tokens is None else min(room, max_tokens), params, when_ns
+        )
         self.scheduler.refuse_impossible(request)
         if when_ns > now_ns:
             heapq.heappush(self._arrivals, (when_ns, request.index, request))
@@ -183,7 +185,10 @@ class Engine:
             if request.text is not None:
                 text += request.text.finish()
             self.scheduler.end(request, reason, sampled.time_ns)
-        return Event(request, sampled.token_id, text, reason)
+        event = Event(request, sampled.token_id, text, reason)
+        if request.events is not None:
+            request.events.append(event)
+        return event
 
     def _ended(self, request: Request) -> None:
         del self._requests[request.request_id]

@@ -200,9 +200,7 @@ class Executor:
     def _pull(self, layer: int, batch: Batch, attended: Ticket | None) -> tuple[Ticket, ...]:
         """Earlier K,V of a chunked CPU-tier prefill, once the layer before has done with the staging area."""
         after = tuple(t for t in (attended, self._last_down) if t is not None)
-        return tuple(
-            self.device.submit(self.stages.pull(layer, s), after) for s in batch.handed_down if s.start > 0
-        )
+        return tuple(self.device.submit(self.stages.pull(layer, s), after) for s in batch.handed_down if s.start > 0)
 
     def _bound_run_ahead(self, made: Ticket) -> None:
         self._ahead.append(made)
@@ -292,7 +290,9 @@ class Tally:
     __slots__ = ("detours", "joins", "layers_advanced", "polls_hit", "polls_made", "skips", "waits")
 
     def __init__(self) -> None:
-        self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = self.layers_advanced = 0
+        self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = (
+            self.layers_advanced
+        ) = 0
 
 
 def _ticket(cohort: Cohort) -> Ticket:

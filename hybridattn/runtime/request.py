@@ -25,7 +25,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival_ns", "blocks", "end_ns", "error", "finish_reason", "in_flight", "index", "max_tokens", "num_computed",
+        "arrival_ns", "blocks", "end_ns", "error", "events", "finish_reason", "in_flight", "index", "max_tokens", "num_computed",
         "num_prompt", "params", "preemptions", "request_id", "requeue", "scheduled_ns", "state", "text", "tier",
         "token_ids", "token_ns",
     )  # fmt: skip
@@ -41,6 +41,7 @@ class Request:
         self.params = params
         self.arrival_ns = arrival_ns
         self.text: Any = None  # a TextStream where text is wanted
+        self.events: Any = None  # a list where the caller collects events
         self.state = State.WAITING
         self.tier = GPU_TIER
         self.blocks: list[int] = []

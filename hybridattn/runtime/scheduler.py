@@ -177,7 +177,9 @@ class Scheduler:
 
     def _admit(self, request: Request, tier: str, now_ns: int) -> None:
         if tier not in TIERS:
-            raise InputError(f"policy '{self.policy.name}' placed request {request.request_id} on the unknown tier '{tier}'")
+            raise InputError(
+                f"policy '{self.policy.name}' placed request {request.request_id} on the unknown tier '{tier}'"
+            )
         self.waiting.pop(0)
         request.tier = tier
         request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self.config.page_size))

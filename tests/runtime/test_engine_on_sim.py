@@ -89,9 +89,7 @@ def serve(engine, jobs, aborts=()):
 
 def jobs_of(seed, count, longest=70):
     rng = random.Random(seed)
-    return [
-        ([rng.randrange(50) for _ in range(rng.randint(1, longest))], rng.randint(1, 12)) for _ in range(count)
-    ]
+    return [([rng.randrange(50) for _ in range(rng.randint(1, longest))], rng.randint(1, 12)) for _ in range(count)]
 
 
 POLICIES = {
@@ -106,7 +104,12 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(seed=st.integers(0, 10**6), scale=st.sampled_from([1, 20, 300]), tight=st.booleans(), budget=st.sampled_from([8, 17, 48]))
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1, 20, 300]),
+    tight=st.booleans(),
+    budget=st.sampled_from([8, 17, 48]),
+)
 @settings(max_examples=12, deadline=None)
 def test_tokens_blocks_and_progress_hold_for_every_schedule(name, seed, scale, tight, budget):
     jobs = jobs_of(seed, 6)
@@ -152,7 +155,9 @@ def test_a_cohort_advances_one_layer_per_pass_without_same_pass_joins():
     busy = [p for p in engine.records.passes if p.gpu_rows and p.cohorts and not p.prefill_tokens]
     assert busy and all(p.layers_advanced <= p.cohorts for p in busy)
     # a token takes L + 1 passes: launched in one, then one layer in each of the next L
-    assert sum(p.layers_advanced for p in busy) / sum(p.cohorts for p in busy) == pytest.approx(LAYERS / (LAYERS + 1), abs=0.06)
+    assert sum(p.layers_advanced for p in busy) / sum(p.cohorts for p in busy) == pytest.approx(
+        LAYERS / (LAYERS + 1), abs=0.06
+    )
 
 
 def test_sync_offload_finishes_a_cpu_token_in_every_pass():

@@ -1,0 +1,34 @@
+"""The pages of both tiers as the host device holds them: the CPU tier's memory, and memory that plays the GPU's."""
+
+from __future__ import annotations
+
+from cpu_kernels import KVPages
+from hybridattn.core.device import Device
+from hybridattn.core.shapes import ModelShape
+from hybridattn.core.stages import TIERS
+
+
+def open_pages(
+    device: Device, shape: ModelShape, dtype: str, page_size: int, num_blocks: dict[str, int]
+) -> dict[str, KVPages]:
+    """Allocate the pages of each tier, booked on the device before a byte is touched.
+
+    Parameters
+    ----------
+    dtype : str
+        KV dtype: ``fp32``, ``bf16``, ``fp16`` or ``int8``.
+    num_blocks : dict
+        Pages per tier. A tier with 0 pages gets one that is never used, so that kernels always have an address.
+
+    Raises
+    ------
+    InputError
+        A tier's memory is too small; the message holds both numbers.
+    """
+    pages = {}
+    for tier in TIERS:
+        count = max(1, num_blocks[tier])
+        need = shape.kv_bytes_per_token(dtype) * count * page_size
+        device.reserve(tier, need, f"a KV pool of {num_blocks[tier]} blocks of {page_size} tokens")
+        pages[tier] = KVPages(count, shape.num_kv_heads, shape.head_dim, page_size, dtype, num_layers=shape.num_layers)
+    return pages

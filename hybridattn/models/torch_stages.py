@@ -1,0 +1,254 @@
+"""The stages of a real model on the host device: ops that compute with torch and the CPU kernels.
+
+One CPU row through a layer: ``linear`` leaves its q, k, v in the GPU-side slab, ``send`` copies them down,
+``cpu_attention`` appends k, v to the CPU pages and attends (one native job, no interpreter), ``fetch`` copies the
+output up, and the next ``linear`` reads it together with the row's residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from cpu_kernels import append_kv, gather_kv, plan_decode
+from hybridattn.core.device import Device
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, Segment
+from hybridattn.cost.stages_cost import ModelCost, batch_attention
+from hybridattn.kv.storage import open_pages
+from hybridattn.kv.tables import block_table, slots
+from hybridattn.models.decoder import Decoder
+from hybridattn.models.exchange import Exchange
+from hybridattn.models.gpu_rows import GpuRows
+from hybridattn.models.load import LoadedModel
+from hybridattn.models.row_sampler import RowSampler
+from hybridattn.runtime.config import EngineConfig
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class CohortPlan:
+    """What the ops of one cohort need: fixed for a token, except that rows may die."""
+
+    __slots__ = ("attention", "positions", "sampler", "tokens")
+
+    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, sampler: RowSampler) -> None:
+        self.tokens = tokens
+        self.positions = positions
+        self.sampler = sampler
+        self.attention: dict = {}  # window -> DecodePlan
+
+
+class TorchStages:
+    """Stages over a loaded model.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    device : Device
+        Books the memory; must run closures (host, or sim with ``execute=True``).
+    config : EngineConfig
+    kv_dtype : str
+        Of the pages of both tiers.
+    backend : str
+        CPU attention back end: ``native`` or ``torch``.
+    """
+
+    def __init__(
+        self, model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, backend: str = "native"
+    ) -> None:
+        shape = model.config.shape
+        self.num_layers = shape.num_layers
+        self.config = config
+        self.model_config = model.config
+        self.decoder = Decoder(model.config, model.weights, config.max_model_len)
+        self.cost = ModelCost(shape, DTYPE_NAMES[model.weights.dtype], kv_dtype)
+        self.sm_scale = shape.head_dim**-0.5
+        blocks = {GPU_TIER: config.gpu_kv_blocks, CPU_TIER: config.cpu_kv_blocks}
+        self.pages = open_pages(device, shape, kv_dtype, config.page_size, blocks)
+        self.exchange = Exchange(device, shape, config.max_num_seqs, config.max_model_len, model.weights.dtype)
+        self._backend = backend
+        self._plans: dict[int, CohortPlan] = {}
+        self._rows: GpuRows | None = None
+        self._attention_work = self.cost.decode_attention(0, 0)
+        self._sampler: RowSampler | None = None
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> None:
+        self._rows = GpuRows(batch, self.pages[GPU_TIER], self.model_config, self.config.page_size, self.sm_scale)
+        self._sampler = RowSampler([s.request for s in batch.segments if s.samples])
+        self._attention_work = batch_attention(self.cost, batch)
+
+    def launch(self, cohort: Cohort) -> None:
+        tokens = torch.tensor([r.request.token_ids[r.position] for r in cohort.rows])
+        positions = torch.tensor([r.position for r in cohort.rows])
+        sampler = RowSampler([r.request for r in cohort.rows])
+        self._plans[cohort.number] = CohortPlan(tokens, positions, sampler)
+        self.replan(cohort)
+
+    def replan(self, cohort: Cohort) -> None:
+        rows, page = cohort.rows, self.config.page_size
+        alive = [i not in cohort.dead for i in range(len(rows))]
+        table = block_table([r.request.blocks if a else [] for r, a in zip(rows, alive, strict=True)])
+        lens = np.array([r.position + 1 if a else 0 for r, a in zip(rows, alive, strict=True)], np.int32)
+        mapping = np.array(
+            [slots(r.request.blocks, r.position, 1, page)[0] if a else -1 for r, a in zip(rows, alive, strict=True)],
+            np.int64,
+        )
+        self._plans[cohort.number].attention = {
+            window: plan_decode(
+                self.pages[CPU_TIER], table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
+                window_left=-1 if window is None else window - 1, slot_mapping=mapping, backend=self._backend,
+            )
+            for window in set(self.model_config.layer_windows)
+        }  # fmt: skip
+
+    def finish(self, cohort: Cohort) -> None:
+        del self._plans[cohort.number]
+
+    # -- gpu.compute -------------------------------------------------------------------------------------------------
+
+    def attention(self, layer: int, batch: Batch) -> Op:
+        rows, staging = self._gpu_rows(), self.exchange.staging
+        requests = tuple(s.request.request_id for s in batch.segments)
+        return Op(
+            "attention", GPU, self._attention_work, lambda: rows.attend(layer, staging), layer=layer, requests=requests
+        )
+
+    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+        rows = self._gpu_rows() if batch is not None else None
+        parts = [(_slots(c), self._plans[c.number]) for c in cohorts]
+        requests = tuple(s.request.request_id for s in batch.segments) if batch is not None else ()
+        requests += tuple(r for c in cohorts for r in c.requests)
+        count = (batch.num_tokens if batch is not None else 0) + sum(len(c.rows) for c in cohorts)
+        if layer < self.num_layers - 1:
+            keep = batch is not None and bool(batch.handed_down)
+            work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
+            return Op(
+                "linear", GPU, work, lambda: self._linear(layer, rows, parts, keep),
+                layer=layer, requests=requests,
+            )  # fmt: skip
+        sampler = self._sampler if batch is not None else None
+        sampled = (len(rows.sampled) if rows is not None else 0) + sum(len(c.rows) for c in cohorts)
+        return Op(
+            "linear+sample", GPU, self.cost.last(count, sampled),
+            lambda: self._last(layer, rows, sampler, parts), layer=layer, requests=requests,
+        )  # fmt: skip
+
+    def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]], keep: bool) -> None:
+        """post(layer) and pre(layer + 1) of all rows present in one go, then each row's results to their place."""
+        if layer < 0:
+            x = self.decoder.embed(self._gather(rows, parts, lambda r: r.tokens, lambda _, p: p.tokens))
+        else:
+            x = self._post(layer, rows, parts)
+        positions = self._gather(rows, parts, lambda r: r.positions, lambda _, p: p.positions)
+        q, k, v = self.decoder.pre_attention(layer + 1, x, positions)
+        n = 0
+        if rows is not None:
+            n = len(rows.tokens)
+            rows.x, rows.q, rows.k, rows.v = x[:n], q[:n], k[:n], v[:n].contiguous()
+            if keep:
+                rows.kv[layer + 1] = (rows.k, rows.v)
+        slab = self.exchange.gpu
+        for where, _ in parts:
+            here = slice(n, n + where.stop - where.start)
+            self.exchange.residual[where] = x[here]
+            slab.q[where], slab.k[where], slab.v[where] = q[here], k[here], v[here]
+            n = here.stop
+
+    def _last(
+        self, layer: int, rows: GpuRows | None, sampler: RowSampler | None, parts: list[tuple[slice, CohortPlan]]
+    ) -> list[int]:
+        x = self._post(layer, rows, parts)
+        wanted = [] if rows is None else [rows.sampled]
+        first = 0 if rows is None else len(rows.tokens)
+        logits = self.decoder.head(x[torch.cat([*wanted, torch.arange(first, len(x))])])
+        tokens: list[int] = []
+        for part in ([sampler] if sampler is not None else []) + [plan.sampler for _, plan in parts]:
+            tokens += part.sample(logits[len(tokens) : len(tokens) + len(part)])
+        return tokens
+
+    def _post(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]]) -> torch.Tensor:
+        out = self._gather(rows, parts, lambda r: r.out, lambda where, _: self.exchange.gpu.out[where])
+        x = self._gather(rows, parts, lambda r: r.x, lambda where, _: self.exchange.residual[where])
+        return self.decoder.post_attention(layer, out, x)
+
+    @staticmethod
+    def _gather(
+        rows: GpuRows | None,
+        parts: list[tuple[slice, CohortPlan]],
+        of_rows: Callable[[GpuRows], torch.Tensor],
+        of_part: Callable[[slice, CohortPlan], torch.Tensor],
+    ) -> torch.Tensor:
+        """GPU rows first, then the cohorts in order."""
+        found = [] if rows is None else [of_rows(rows)]
+        return torch.cat(found + [of_part(where, plan) for where, plan in parts])
+
+    # -- copies and cpu.attention ------------------------------------------------------------------------------------
+
+    def send(self, cohort: Cohort) -> Op:
+        where, gpu, host = _slots(cohort), self.exchange.gpu, self.exchange.host
+
+        def run() -> None:
+            host.q[where], host.k[where], host.v[where] = gpu.q[where], gpu.k[where], gpu.v[where]
+
+        return _cohort_op("send q,k,v", D2H, self.cost.send(len(cohort.rows)), cohort, run)
+
+    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
+        layer, where, host = cohort.layer, _slots(cohort), self.exchange.host
+        plan = self._plans[cohort.number].attention[self.model_config.layer_windows[layer]]
+        q, out = host.q[where], host.out[where]
+        new = {"layer": layer, "k_new": host.k[where], "v_new": host.v[where]}
+        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
+        op = _cohort_op("attention", CPU, self.cost.decode_attention_of(keys), cohort, lambda: plan.run(q, out, **new))
+        if self._backend == "native":
+            op.native = lambda pool: pool.submit(plan, q, out, priority=priority, **new)
+        op.priority = priority
+        return op
+
+    def fetch(self, cohort: Cohort) -> Op:
+        where, gpu, host = _slots(cohort), self.exchange.gpu, self.exchange.host
+
+        def run() -> None:
+            gpu.out[where] = host.out[where]
+
+        return _cohort_op("fetch out", H2D, self.cost.fetch(len(cohort.rows)), cohort, run)
+
+    def pull(self, layer: int, segment: Segment) -> Op:
+        pages, staging, start = self.pages[CPU_TIER], self.exchange.staging, segment.start
+        blocks = np.asarray(segment.request.blocks, np.int64)
+
+        def run() -> None:
+            gather_kv(pages, layer, blocks, start, staging[0, :start], staging[1, :start])
+
+        return _segment_op("pull k,v", H2D, self.cost.hand_down(start), layer, segment, run)
+
+    def hand_down(self, layer: int, segment: Segment) -> Op:
+        pages, rows = self.pages[CPU_TIER], self._gpu_rows()
+        chunk = rows.chunk_of[segment.request.request_id]
+        last = chunk is rows.last_handed_down
+
+        def run() -> None:
+            k, v = rows.kv.pop(layer) if last else rows.kv[layer]
+            append_kv(pages, layer, k[chunk.rows], v[chunk.rows], chunk.slot_mapping)
+
+        return _segment_op("hand down k,v", D2H, self.cost.hand_down(segment.num_tokens), layer, segment, run)
+
+    def _gpu_rows(self) -> GpuRows:
+        assert self._rows is not None, "begin() comes before the ops of a pass"
+        return self._rows
+
+
+def _slots(cohort: Cohort) -> slice:
+    return slice(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+
+
+def _cohort_op(name: str, lane: str, work: Work, cohort: Cohort, run: Callable[[], object]) -> Op:
+    return Op(name, lane, work, run, layer=cohort.layer, requests=cohort.requests)
+
+
+def _segment_op(name: str, lane: str, work: Work, layer: int, segment: Segment, run: Callable[[], None]) -> Op:
+    return Op(name, lane, work, run, layer=layer, requests=(segment.request.request_id,))

@@ -1,0 +1,184 @@
+"""The front door for Python users: prompts in, text out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.core.trace import Trace
+from hybridattn.policies.base import Policy
+from hybridattn.policies.registry import make_policy
+from hybridattn.runtime.call import Call, Output, Piece
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.engine import Engine
+from hybridattn.runtime.params import SamplingParams
+from hybridattn.runtime.provenance import git_commit
+
+
+class LLM:
+    """A model on a device under a policy.
+
+    Parameters
+    ----------
+    model : str
+        ``smollm2-135m`` (embedded), a safetensors folder, a GGUF file, or ``dummy:<shape>``.
+    device : str
+        ``host``; ``cuda`` is refused with the reason where it cannot be used, never replaced.
+    policy : str or Policy
+        ``gpu_only``, ``sync_offload``, ``async_overlap``, or ``module:Class``.
+    dtype : str
+        ``fp32`` or ``bf16``: weights, activations and, unless ``kv_dtype`` is given, K and V.
+    gpu_kv_blocks, cpu_kv_blocks : int
+        Pages per tier, all layers included.
+    cpu_fraction : float, optional
+        Force this share of the requests onto the CPU tier.
+    policy_options, device_options : dict, optional
+        Passed to the policy and the device.
+    record : bool
+        Keep spans for :meth:`trace`.
+
+    Raises
+    ------
+    InputError
+        Unknown model, policy, device or dtype; limits that cannot be met; not enough memory.
+
+    Examples
+    --------
+    >>> from hybridattn import LLM, SamplingParams
+    >>> with LLM(model="smollm2-135m", policy="async_overlap") as llm:
+    ...     out = llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        device: str = "host",
+        policy: str | Policy = "async_overlap",
+        *,
+        dtype: str = "fp32",
+        kv_dtype: str | None = None,
+        gpu_kv_blocks: int = 128,
+        cpu_kv_blocks: int = 256,
+        page_size: int = 32,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        run_ahead: int = 2,
+        op_timeout_s: float = 60.0,
+        cpu_fraction: float | None = None,
+        policy_options: dict[str, Any] | None = None,
+        device_options: dict[str, Any] | None = None,
+        backend: str = "native",
+        record: bool = True,
+    ) -> None:
+        options = dict(policy_options or {})
+        if cpu_fraction is not None:
+            options["cpu_fraction"] = cpu_fraction
+        self.policy = make_policy(policy, **options)
+        if dtype not in ("fp32", "bf16"):
+            raise InputError(f"dtype must be fp32 or bf16, got '{dtype}'")
+        open_device = importlib.import_module("hybridattn.devices.registry").open_device
+        self.device = open_device(device, record=record, **(device_options or {}))
+        try:
+            self.model = importlib.import_module("hybridattn.models.load").load(model, dtype=dtype)
+            limit = self.model.config.shape.max_model_len
+            if max_model_len is not None and max_model_len > limit:
+                raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{model}'")
+            config = EngineConfig(
+                gpu_kv_blocks=gpu_kv_blocks,
+                cpu_kv_blocks=cpu_kv_blocks,
+                page_size=page_size,
+                max_model_len=min(limit, 2048) if max_model_len is None else max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                run_ahead=run_ahead,
+                op_timeout_ns=int(op_timeout_s * 1e9),
+            )
+            stages = importlib.import_module("hybridattn.models.torch_stages").TorchStages
+            self.stages = stages(self.model, self.device, config, kv_dtype or dtype, backend)
+        except BaseException:
+            self.device.close()  # or its threads would outlive a refused argument
+            raise
+        self.config = config
+        self.engine = Engine(self.stages, self.device, self.policy, config, frozenset(self.model.config.eos_ids))
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Answer all prompts, batched; outputs in the order of the prompts.
+
+        Parameters
+        ----------
+        prompts : str, list of str, or list of token id lists
+        params : SamplingParams, or one per prompt; default greedy, 16 tokens
+
+        Raises
+        ------
+        InputError
+            A prompt that is empty, too long or fits no tier; nothing of the call has run then.
+        DeviceError
+            A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more.
+        """
+        call = Call(self.engine, self.model.tokenizer, *self._checked(prompts, params))
+        for _ in call.pieces():
+            pass
+        return call.outputs()
+
+    def stream(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Piece]:
+        """Like :meth:`generate`, but yields each token as it comes. Closing the iterator aborts what is left."""
+        return Call(self.engine, self.model.tokenizer, *self._checked(prompts, params)).pieces()
+
+    def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
+        """Encoded prompts and one SamplingParams for each."""
+        encoded = [self._encode(p) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        if params is None or isinstance(params, SamplingParams):
+            return encoded, [params or SamplingParams()] * len(encoded)
+        chosen = list(params)
+        if len(chosen) != len(encoded):
+            raise InputError(
+                f"params must hold one SamplingParams per prompt: {len(chosen)} for {len(encoded)} prompts"
+            )
+        return encoded, chosen
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            ids, vocab = [int(t) for t in prompt], self.model.config.shape.vocab_size
+            wrong = next((t for t in ids if not 0 <= t < vocab), None)
+            if wrong is not None:
+                raise InputError(f"token id {wrong} lies outside the vocabulary 0..{vocab - 1}")
+            return None, ids
+        if self.model.tokenizer is None:
+            raise InputError("a dummy model has no tokenizer: give token ids instead of text")
+        return prompt, self.model.tokenizer.encode(prompt) if prompt else []
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        """The spans since the last call, with where they come from. Waits (bounded) for ops still running."""
+        spans = self.engine.drain()
+        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans)
+
+    def free_blocks(self) -> dict[str, int]:
+        """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished."""
+        return {tier: self.engine.scheduler.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
+
+    def close(self) -> None:
+        """Stop the lanes (bounded); idempotent."""
+        self.device.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
