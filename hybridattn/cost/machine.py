@@ -1,0 +1,100 @@
+"""Machines from profiles: the ``Pricing`` of a GPU, a CPU and a link, or of a measured machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import CPU, D2H, GPU, H2D
+from hybridattn.cost.correction import Correction
+from hybridattn.cost.pricing import PriceModel, Pricing
+from hybridattn.cost.profile import Profile, check_machine, load_profile
+from hybridattn.cost.roofline import Roofline
+from hybridattn.cost.table import Sample, table_from_samples
+
+# What DRAM sustains of its peak when several agents read it at once; measured machines replace it by their own figure.
+SUSTAINED_DRAM = 0.85
+
+
+def roofline_of(profile: Profile) -> Roofline:
+    """The roofline of a GPU, CPU or link; a link only moves bytes, so that its flop rate never binds."""
+    return Roofline(
+        peak_flops=1.0 if profile.role == "link" else profile.value("peak_flops"),
+        bandwidth=profile.value("bandwidth"),
+        launch_ns=int(profile.value("launch")),
+        efficiency={kind: e for kind, (e, _) in profile.efficiency.items()},
+    )
+
+
+def dram_contention(cpu: Profile, link: Profile) -> float:
+    """Factor on CPU attention and copies while both run: what they ask of the DRAM over what it sustains, at least 1.
+
+    A CPU whose attention is bound by its cores leaves DRAM bandwidth for copies; one that uses all of it does not.
+    """
+    asked = cpu.value("bandwidth") * cpu.efficiency["decode_attention"][0].memory
+    asked += link.value("bandwidth") * link.efficiency["copy"][0].memory
+    return max(1.0, asked / (SUSTAINED_DRAM * cpu.value("bandwidth")))
+
+
+def machine(
+    gpu: str | Profile, cpu: str | Profile, link: str | Profile, correction: Correction | None = None
+) -> Pricing:
+    """Prices of ``gpu`` with ``cpu`` beside it over ``link``, each a shipped name, a file or a profile.
+
+    Examples
+    --------
+    >>> machine("t4", "xeon-8259cl-8c", "pcie3-x16").name
+    't4+xeon-8259cl-8c+pcie3-x16'
+    """
+    parts = {
+        role: load_profile(p, role) if not isinstance(p, Profile) else p
+        for role, p in (("gpu", gpu), ("cpu", cpu), ("link", link))
+    }
+    for role, part in parts.items():
+        if part.role != role:
+            raise InputError(f"profile {part.name} describes a {part.role}, a {role} is needed")
+    rooflines = {role: roofline_of(part) for role, part in parts.items()}
+    models: dict[tuple[str, str], PriceModel] = {}
+    for lane, role in ((GPU, "gpu"), (CPU, "cpu"), (D2H, "link"), (H2D, "link")):
+        models |= {(lane, kind): rooflines[role] for kind in rooflines[role].kinds}
+    name = "+".join(part.name for part in parts.values())
+    digest = hashlib.sha256("|".join(p.fingerprint for p in parts.values()).encode()).hexdigest()[:8]
+    shared = dram_contention(parts["cpu"], parts["link"])
+    pairs = [(CPU, D2H), (CPU, H2D), (D2H, CPU), (H2D, CPU)] if shared > 1 else []
+    return Pricing(name, f"{name}@{digest}", models, dict.fromkeys(pairs, shared), correction)
+
+
+def measured_machine(
+    profile: Profile,
+    model: str,
+    dtype: str,
+    fingerprint: str,
+    allow_foreign: bool = False,
+    correction: Correction | None = None,
+) -> Pricing:
+    """Prices of a measured machine, as tables through its samples.
+
+    Refused when the samples come from another machine (unless allowed), another model shape or another dtype: tables
+    over rows and keys hold for one shape only.
+    """
+    if profile.role != "machine":
+        raise InputError(f"profile {profile.name} describes a {profile.role}, a measured machine is needed")
+    check_machine(profile, fingerprint, allow_foreign)
+    if (profile.model, profile.dtype) != (model, dtype):
+        raise InputError(
+            f"profile {profile.name} was measured with {profile.model} {profile.dtype}, not {model} {dtype}"
+        )
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for s in profile.samples:
+        groups[f"{s.lane}/{s.kind}"].append(s)
+    models: dict[tuple[str, str], PriceModel] = {}
+    for key, samples in groups.items():
+        if key not in profile.axes:
+            raise InputError(f"profile {profile.name} has samples of {key} but no axes for their table")
+        models[samples[0].lane, samples[0].kind] = table_from_samples(samples, profile.axes[key])
+    contention = {}
+    if "dram_contention" in profile.quantities:
+        shared = profile.value("dram_contention")
+        contention = dict.fromkeys([(CPU, D2H), (CPU, H2D), (D2H, CPU), (H2D, CPU)], shared)
+    return Pricing(profile.name, profile.fingerprint, models, contention, correction)
