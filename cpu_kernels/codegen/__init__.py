@@ -1,0 +1,1 @@
+"""LLVM IR generators of the native kernels: one algorithm, several instruction sets."""

@@ -1,0 +1,127 @@
+"""The tile interface of the ISA levels: how one line of K or V meets the queries or weights of a group.
+
+A line holds 16 lanes of ``n`` elements (see `cpu_kernels.layout`). `Tiles` says how it is loaded and multiplied:
+
+- `WideTiles` widens a line to ``n`` float vectors and uses fused multiply-adds with float32 queries and weights; plain
+  vector IR, so it is right on every level and LLVM cuts the vectors to the target's width.
+- `DotTiles` feeds bf16 lines to the AVX-512 BF16 dot product; queries and weights are bf16 pairs.
+
+A *word* is one 4-byte factor that is spread over the lanes: a float32, or a pair of bf16.
+"""
+
+from __future__ import annotations
+
+from cpu_kernels.codegen.convert import bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, fma
+from cpu_kernels.codegen.emit import F32, I16, I32, Function, Value, vec
+from cpu_kernels.layout import Layout
+
+V16F, V16I = vec(16, F32), vec(16, I32)
+# Accumulators of 16 floats that a level can hold in registers beside its operands.
+ACCUMULATORS = {"amx_bf16": 24, "avx512_bf16": 24, "avx512": 24, "avx2": 6, "portable": 4}
+
+
+class WideTiles:
+    """Lines widened to float32."""
+
+    def __init__(self, layout: Layout, level: str) -> None:
+        self.layout, self.level = layout, level
+        self.accumulators = ACCUMULATORS[level]
+        self.words_per_line = layout.per_lane
+        self.word_kind = F32
+        # A bf16 line is used as two float vectors; more queries than this per line spill on narrow registers.
+        self.max_group = {"avx2": 4, "portable": 2}.get(level, 8)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one stored query element or weight."""
+        return 4
+
+    def factors(self, f: Function, line: Value, mask: Value | None = None) -> list[Value]:
+        """Load a line and return what is multiplied: one vector per word. `mask` clears bits of 32-bit lanes."""
+        dtype = self.layout.dtype
+        if dtype == "fp32":
+            return [f.load(V16F, line)]
+        if dtype == "fp16":
+            return [f16_to_f32(f.load(vec(16, I16), line), self.level)]
+        x = f.load(V16I, line)
+        x = x if mask is None else x & mask
+        if dtype == "bf16":
+            return [(x << 16).bits(V16F), (x & (0xFFFF0000 - 2**32)).bits(V16F)]
+        return [(x << (24 - 8 * j)).ashr(24).cast("sitofp", V16F) for j in range(4)]
+
+    def mac(self, acc: Value, factor: Value, word: Value) -> Value:
+        """``acc + factor * word`` with the word spread over the lanes."""
+        return fma(factor, word.splat(16), acc)
+
+    def store_weights(self, f: Function, x: Value, where: Value) -> None:
+        """Store 16 float32 query elements or softmax weights in the form `mac` reads."""
+        f.store(x, where)
+
+
+class DotTiles:
+    """bf16 lines and the 512-bit dot product of pairs; one instruction is 32 multiply-adds."""
+
+    def __init__(self, layout: Layout, level: str) -> None:
+        self.layout, self.level = layout, level
+        self.accumulators = ACCUMULATORS[level]
+        self.words_per_line = 1
+        self.word_kind = I32
+        self.max_group = 8
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2
+
+    def factors(self, f: Function, line: Value, mask: Value | None = None) -> list[Value]:
+        x = f.load(V16I, line)
+        return [x if mask is None else x & mask]
+
+    def mac(self, acc: Value, factor: Value, word: Value) -> Value:
+        pairs = vec(32, "bfloat")
+        return acc.fn.call(
+            V16F, "llvm.x86.avx512bf16.dpbf16ps.512", acc, factor.bits(pairs), word.splat(16).bits(pairs)
+        )
+
+    def store_weights(self, f: Function, x: Value, where: Value) -> None:
+        f.store(f.call(vec(16, "bfloat"), "llvm.x86.avx512bf16.cvtneps2bf16.512", x), where)
+
+
+Tiles = WideTiles | DotTiles
+
+
+def tiles_for(layout: Layout, level: str) -> Tiles:
+    """Choose the tile operations of a dtype on a level."""
+    if level in ("avx512_bf16", "amx_bf16") and layout.dtype == "bf16":
+        return DotTiles(layout, level)
+    return WideTiles(layout, level)
+
+
+def load_as_f32(f: Function, pointer: Value, code: Value, lanes: int, level: str) -> Value:
+    """Load `lanes` elements whose type is known at run time (`fields.Code`) and widen them to float32."""
+    out = f.var(vec(lanes, F32), 0.0)
+    with f.either(code.eq(0)) as is_fp32:
+        out.set(f.load(vec(lanes, F32), pointer))
+        is_fp32.otherwise()
+        bits = f.load(vec(lanes, I16), pointer)
+        with f.either(code.eq(1)) as is_bf16:
+            out.set(bf16_to_f32(bits))
+            is_bf16.otherwise()
+            out.set(f16_to_f32(bits, level))
+    return out.get()
+
+
+def store_from_f32(f: Function, x: Value, pointer: Value, code: Value, lanes: int, level: str) -> None:
+    """Store float32 lanes as the run-time element type `code`."""
+    with f.either(code.eq(0)) as is_fp32:
+        f.store(x, pointer)
+        is_fp32.otherwise()
+        with f.either(code.eq(1)) as is_bf16:
+            f.store(f32_to_bf16(x), pointer)
+            is_bf16.otherwise()
+            f.store(f32_to_f16(x, level), pointer)
+
+
+def element_shift(code: Value) -> Value:
+    """log2 of the element size of a run-time type."""
+    return code.eq(0).select(code.fn.const(code.kind, 2), 1)
+

@@ -1,0 +1,193 @@
+"""The native side of the worker pool: the worker loop and the push of a job.
+
+A worker never touches the interpreter. It claims chunks with one atomic add, waited jobs before skipped ones::
+
+    push    [desc -> ring] SIGNAL+1 ... wake sleepers
+    worker         scan  claim chunk, run, claim chunk, run, ..., last chunk done: END_NS, DONE = SEQUENCE, wake waiters
+    poll                                                          DONE >= SEQUENCE ?  (one load from Python)
+
+Descriptors live in a slab that is never freed while workers run, and a descriptor is reused only after its job ended.
+A worker that stalled with an old descriptor in hand therefore does no harm: the claim word holds the number of chunks
+and the next chunk together, so its add either fails (nothing left) or claims a chunk of the job that is there now.
+"""
+
+from __future__ import annotations
+
+from cpu_kernels.codegen.emit import I64, PTR, Function, Module, Value, Var
+from cpu_kernels.codegen.fields import RING_SLOTS, Ctl, Fault, Job
+
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+CLOCK_MONOTONIC = 1
+EVERYBODY = 0x7FFFFFFF
+PAUSES_PER_CLOCK = 16
+
+
+class Atomics:
+    """Atomic loads and stores, the clock and the futex, emitted into one function."""
+
+    def __init__(self, f: Function, ctl: Value) -> None:
+        self.f, self.ctl = f, ctl
+        self._time = f.buffer(16)
+
+    def word(self, base: Value, index: int) -> Value:
+        return base.at(index * 8) if index else base
+
+    def get(self, base: Value, index: int, order: str = "acquire") -> Value:
+        return self.f.let(I64, f"load atomic i64, ptr {self.word(base, index).name} {order}, align 8")
+
+    def put(self, base: Value, index: int, x: Value | int, order: str = "release") -> None:
+        value = self.f.as_value(I64, x)
+        self.f.do(f"store atomic i64 {value.name}, ptr {self.word(base, index).name} {order}, align 8")
+
+    def add(self, base: Value, index: int, x: int) -> Value:
+        return self.f.let(I64, f"atomicrmw add ptr {self.word(base, index).name}, i64 {x} seq_cst")
+
+    def replace(self, base: Value, index: int, old: Value | int, new: Value | int) -> Value:
+        """Compare and swap; returns whether it happened."""
+        a, b = self.f.as_value(I64, old), self.f.as_value(I64, new)
+        where = self.word(base, index).name
+        pair = self.f.let("{ i64, i1 }", f"cmpxchg ptr {where}, i64 {a.name}, i64 {b.name} seq_cst seq_cst")
+        return self.f.let("i1", f"extractvalue {{ i64, i1 }} {pair.name}, 1")
+
+    def now(self) -> Value:
+        """CLOCK_MONOTONIC in nanoseconds."""
+        f = self.f
+        clock = f.load(PTR, self.word(self.ctl, Ctl.CLOCK))
+        f.do(f"call i32 {clock.name}(i32 {CLOCK_MONOTONIC}, ptr {self._time.name})")
+        return f.load(I64, self._time) * 1_000_000_000 + f.load(I64, self._time, 8)
+
+    def _futex(self, address: Value, operation: int, value: Value, timeout: str) -> None:
+        f = self.f
+        call = f.load(PTR, self.word(self.ctl, Ctl.SYSCALL))
+        number = f.load(I64, self.word(self.ctl, Ctl.FUTEX))
+        args = f"i64 {number.name}, ptr {address.name}, i64 {operation}, i64 {value.name}, ptr {timeout}, i64 0, i64 0"
+        f.do(f"call i64 (i64, ...) {call.name}({args})")
+
+    def sleep_while(self, base: Value, index: int, seen: Value) -> None:
+        self._futex(self.word(base, index), FUTEX_WAIT_PRIVATE, seen & 0xFFFFFFFF, "null")
+
+    def wake(self, base: Value, index: int, count: int = EVERYBODY) -> None:
+        self._futex(self.word(base, index), FUTEX_WAKE_PRIVATE, self.f.const(I64, count), "null")
+
+
+def relax(f: Function, x86: bool) -> None:
+    """Tell the core that this is a spin loop."""
+    if x86:
+        f.call("void", "llvm.x86.sse2.pause")
+    else:
+        f.do('call void asm sideeffect "yield", ""()')
+
+
+def _emit_push(module: Module, x86: bool) -> None:
+    """``push(job)``: append a prepared job to its class's ring; callable from Python or from a native callback."""
+    f = module.function("push", (PTR,))
+    job = f.args[0]
+    ctl = f.load(PTR, job, Job.POOL * 8)
+    at = Atomics(f, ctl)
+    with f.forever() as locked:
+        with f.when(at.replace(ctl, Ctl.LOCK, 0, 1)):
+            f.leave(locked)
+        relax(f, x86)
+    lane = f.load(I64, job, Job.PRIORITY * 8)
+    tail_at = ctl.at(lane * 8 + Ctl.TAIL * 8)
+    tail = at.get(tail_at, 0)
+    ring = ctl.at(lane * (RING_SLOTS * 8) + (tail % RING_SLOTS) * 8 + Ctl.RING * 8)
+    f.store(job, ring)
+    claim = f.load(I64, job, Job.CLAIM * 8)
+    at.put(job, Job.CLAIM, claim & (0xFFFFFFFF << 32))  # nothing claimed yet: from here on workers may take it
+    at.put(tail_at, 0, tail + 1)
+    at.put(ctl, Ctl.LOCK, 0)
+    at.add(ctl, Ctl.SIGNAL, 1)
+    with f.when(at.get(ctl, Ctl.SLEEPERS, "seq_cst").ne(0)):
+        at.wake(ctl, Ctl.SIGNAL)
+
+
+def _emit_worker(module: Module, x86: bool) -> None:
+    """``worker(ctl)``: run chunks until STOP."""
+    f = module.function("worker", (PTR,))
+    ctl = f.args[0]
+    at = Atomics(f, ctl)
+    job = f.var(PTR, Value(f, PTR, "null"))
+    with f.forever() as stopped:
+        signal = at.get(ctl, Ctl.SIGNAL, "seq_cst")
+        with f.when(at.get(ctl, Ctl.STOP).ne(0)):
+            f.leave(stopped)
+        _find(f, at, job, x86)
+        with f.when(f.let("i1", f"icmp eq ptr {job.get().name}, null")):
+            _rest(f, at, signal, x86)
+
+
+def _find(f: Function, at: Atomics, job: Var, x86: bool) -> None:
+    """Claim and run one chunk of the first job that has one, class 0 before class 1; leaves null in `job` if none."""
+    ctl = at.ctl
+    found = f.fresh("found")
+    for lane in range(2):
+        with f.forever() as empty:
+            head = at.get(ctl, Ctl.HEAD + lane)
+            with f.when(head >= at.get(ctl, Ctl.TAIL + lane)):
+                f.leave(empty)
+            here = f.load(PTR, ctl.at((head % RING_SLOTS) * 8 + (Ctl.RING + lane * RING_SLOTS) * 8))
+            claim = at.add(here, Job.CLAIM, 1)
+            chunk, count = claim & 0xFFFFFFFF, claim >> 32
+            with f.when(chunk < count):
+                _run_chunk(f, at, here, chunk, x86)
+                job.set(here)
+                f.leave(found)
+            at.replace(ctl, Ctl.HEAD + lane, head, head + 1)
+    job.set(Value(f, PTR, "null"))
+    f.jump(found)
+    f.label(found)
+
+
+def _run_chunk(f: Function, at: Atomics, job: Value, chunk: Value, x86: bool) -> None:
+    with f.when(chunk.eq(0)):
+        at.put(job, Job.START_NS, at.now())
+        fault = f.load(I64, job, Job.FAULT * 8)
+        with f.when(fault.ne(0)):
+            with f.when(fault.eq(int(Fault.HANG))):
+                _hang(f, at)
+            at.put(job, Job.ERROR, fault)
+    with f.when(at.get(job, Job.CANCELLED).eq(0)):
+        kernel = f.load(PTR, job, Job.KERNEL * 8)
+        edges = f.load(PTR, job, Job.CHUNKS * 8).at(chunk * 8)
+        f.call_pointer(kernel, job, f.load(I64, edges), f.load(I64, edges, 8))
+    with f.when(at.add(job, Job.REMAINING, -1).eq(1)):
+        at.put(job, Job.END_NS, at.now())
+        sequence = f.load(I64, job, Job.SEQUENCE * 8)
+        at.put(job, Job.DONE, sequence, "seq_cst")
+        with f.when(at.get(job, Job.WAITERS, "seq_cst").ne(0)):
+            at.wake(job, Job.DONE)
+
+
+def _hang(f: Function, at: Atomics) -> None:
+    """Sleep until hung jobs are released (the release grows the word that is slept on, so no wake-up is lost)."""
+    seen = f.var(I64, at.get(at.ctl, Ctl.RELEASE))
+    first = seen.get()
+    with f.forever() as released:
+        with f.when(at.get(at.ctl, Ctl.RELEASE).ne(first)):
+            f.leave(released)
+        at.sleep_while(at.ctl, Ctl.RELEASE, first)
+
+
+def _rest(f: Function, at: Atomics, signal: Value, x86: bool) -> None:
+    """Spin for SPIN_NS, then sleep until SIGNAL changes."""
+    ctl = at.ctl
+    start, spin = at.now(), f.load(I64, ctl, Ctl.SPIN_NS * 8)
+    with f.forever() as over:
+        with f.when(at.get(ctl, Ctl.SIGNAL, "seq_cst").ne(signal)):
+            f.leave(over)
+        with f.when(at.now() - start >= spin):
+            at.add(ctl, Ctl.SLEEPERS, 1)
+            at.sleep_while(ctl, Ctl.SIGNAL, signal)
+            at.add(ctl, Ctl.SLEEPERS, -1)
+            f.leave(over)
+        with f.loop(0, PAUSES_PER_CLOCK):
+            relax(f, x86)
+
+
+def build_worker(x86: bool) -> str:
+    """Return the IR of ``worker`` and ``push``."""
+    module = Module()
+    _emit_push(module, x86)
+    _emit_worker(module, x86)
+    return module.text()

@@ -1,0 +1,115 @@
+"""Instruction-set levels: what this machine can run, which one is chosen, and why.
+
+| level | LLVM target | needs | query/weights in the dot products |
+|---|---|---|---|
+| ``amx_bf16`` | sapphirerapids | AMX tiles and the kernel's permission | bf16 |
+| ``avx512_bf16`` | cooperlake | AVX-512 F/BW/DQ/VL/VNNI/BF16 | bf16 (bf16 KV), 16-bit fixed point (int8 KV) |
+| ``avx512`` | skylake-avx512 | AVX-512 F/BW/DQ/VL | fp32 |
+| ``avx2`` | haswell | AVX2, FMA, F16C | fp32 |
+| ``portable`` | the machine's baseline | nothing | fp32 |
+
+The variable ``CPU_KERNELS_ISA`` (one of the names above) overrides the choice; a level that this machine cannot run
+is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+LEVELS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
+ENVIRONMENT = "CPU_KERNELS_ISA"
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
+_NEEDS = {
+    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "portable": (),
+}
+_TARGETS = {"amx_bf16": "sapphirerapids", "avx512_bf16": "cooperlake", "avx512": "skylake-avx512", "avx2": "haswell"}
+
+
+@dataclass(frozen=True, slots=True)
+class IsaChoice:
+    """The level in use.
+
+    Attributes
+    ----------
+    level : str
+        One of `LEVELS`.
+    reason : str
+        One sentence for people.
+    available : tuple of str
+        All levels this machine can run, best first.
+    missing : tuple of (str, str)
+        Each other level with what it lacks.
+    """
+
+    level: str
+    reason: str
+    available: tuple[str, ...]
+    missing: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"isa level {self.level!r} is unknown; known levels: {', '.join(LEVELS)}")
+
+
+def target_cpu(level: str) -> str:
+    """Return the LLVM processor name that a level is compiled for (the same on every machine)."""
+    if level != "portable":
+        return _TARGETS[level]
+    return "x86-64" if platform.machine() in ("x86_64", "AMD64") else "generic"
+
+
+def cpu_flags(cpuinfo: str | None = None) -> frozenset[str]:
+    """Read the processor's feature flags as Linux names them (empty elsewhere)."""
+    if cpuinfo is None:
+        path = Path("/proc/cpuinfo")
+        cpuinfo = path.read_text() if path.exists() else ""
+    for line in cpuinfo.splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def what_is_missing(level: str, flags: frozenset[str]) -> str:
+    """Say what this machine lacks for `level`; empty when nothing."""
+    lacking = [f for f in _NEEDS[level] if f not in flags]
+    if lacking:
+        return "the processor lacks " + ", ".join(lacking)
+    return ""
+
+
+def detect(flags: frozenset[str] | None = None, override: str | None = None) -> IsaChoice:
+    """Choose the level for this machine.
+
+    Parameters
+    ----------
+    flags : frozenset of str, optional
+        Feature flags to judge instead of this machine's (for tests).
+    override : str, optional
+        A level asked for; defaults to the environment variable ``CPU_KERNELS_ISA``.
+
+    Raises
+    ------
+    ValueError
+        If the level asked for is unknown or cannot run here.
+    """
+    have = cpu_flags() if flags is None else flags
+    lacks = {level: what_is_missing(level, have) for level in LEVELS}
+    available = tuple(level for level in LEVELS if not lacks[level])
+    missing = tuple((level, why) for level, why in lacks.items() if why)
+    asked = os.environ.get(ENVIRONMENT, "") if override is None else override
+    if not asked:
+        return IsaChoice(available[0], f"best of what this processor can run: {', '.join(available)}", available, missing)
+    if asked not in LEVELS:
+        raise ValueError(f"{ENVIRONMENT}={asked!r} is unknown; known levels: {', '.join(LEVELS)}")
+    if lacks[asked]:
+        raise ValueError(f"isa {asked!r} cannot run here: {lacks[asked]}; available: {', '.join(available)}")
+    return IsaChoice(asked, f"asked for by name ({ENVIRONMENT} or isa=)", available, missing)

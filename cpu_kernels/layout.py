@@ -1,0 +1,122 @@
+"""How K and V lie inside one page of one KV head. It depends on the dtype alone, so every ISA level reads the same.
+
+A page of one KV head is one contiguous block: all of K, then all of V, then (int8) the scales::
+
+    K  [page_size/16][head_dim/n][16 positions][n dims]     positions lie across the vector lanes
+    V  [page_size/n ][head_dim  ][n positions]              n positions feed one lane
+    K scales [page_size] float32, V scales [page_size] float32          int8 only
+
+``n`` elements share a 32-bit lane (fp32 1, bf16 2, int8 4), so a line of K or V is one 64-byte vector. fp16 uses
+``n = 1``: its lines are 32 bytes and widen with one conversion. In bf16 a line of K is also a row of an AMX B tile.
+A page holds the blocks of all KV heads in order, a layer holds all pages in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = ("fp32", "bf16", "fp16", "int8")
+LANES = 16
+MAX_HEAD_DIM = 512
+_ELEMENT = {"fp32": (4, 1, np.float32), "bf16": (2, 2, np.uint16), "fp16": (2, 1, np.float16), "int8": (1, 4, np.int8)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of a page of one KV head, all in bytes unless named otherwise.
+
+    Parameters
+    ----------
+    dtype : str
+        ``fp32``, ``bf16``, ``fp16`` or ``int8``.
+    head_dim : int
+        A multiple of 16 up to 512.
+    page_size : int
+        16, 32, 64 or 128 tokens.
+    """
+
+    dtype: str
+    head_dim: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} of the KV pages is unknown; known: {', '.join(DTYPES)}")
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size {self.page_size} is not supported; supported: 16, 32, 64, 128")
+        if self.head_dim % LANES or not 0 < self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim {self.head_dim} is not supported: multiples of 16 up to {MAX_HEAD_DIM} are")
+
+    @property
+    def element_bytes(self) -> int:
+        return _ELEMENT[self.dtype][0]
+
+    @property
+    def per_lane(self) -> int:
+        """Elements that share a lane (``n`` of the layout picture)."""
+        return _ELEMENT[self.dtype][1]
+
+    @property
+    def numpy_dtype(self) -> type:
+        """NumPy type of one stored element (bf16 as uint16 bits)."""
+        return _ELEMENT[self.dtype][2]
+
+    @property
+    def line_bytes(self) -> int:
+        return LANES * self.per_lane * self.element_bytes
+
+    @property
+    def k_bytes(self) -> int:
+        return self.page_size * self.head_dim * self.element_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the K and V scales together."""
+        return 8 * self.page_size if self.dtype == "int8" else 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one page of one KV head."""
+        return 2 * self.k_bytes + self.scale_bytes
+
+    def k_offset(self, position: int, dim: int) -> int:
+        """Byte offset of one K element inside the block."""
+        n, size = self.per_lane, self.element_bytes
+        tile, lane = divmod(position, LANES)
+        return (((tile * (self.head_dim // n) + dim // n) * LANES + lane) * n + dim % n) * size
+
+    def v_offset(self, position: int, dim: int) -> int:
+        """Byte offset of one V element inside the block."""
+        n = self.per_lane
+        return self.k_bytes + (((position // n) * self.head_dim + dim) * n + position % n) * self.element_bytes
+
+
+def pack_k(plain: np.ndarray, layout: Layout) -> np.ndarray:
+    """Reorder ``[..., page_size, head_dim]`` stored elements of K to the block's order, flat in the last axis."""
+    n, lead = layout.per_lane, plain.shape[:-2]
+    x = plain.reshape(*lead, layout.page_size // LANES, LANES, layout.head_dim // n, n)
+    return np.ascontiguousarray(np.swapaxes(x, -3, -2)).reshape(*lead, -1)
+
+
+def pack_v(plain: np.ndarray, layout: Layout) -> np.ndarray:
+    """Reorder ``[..., page_size, head_dim]`` stored elements of V to the block's order, flat in the last axis."""
+    n, lead = layout.per_lane, plain.shape[:-2]
+    x = plain.reshape(*lead, layout.page_size // n, n, layout.head_dim)
+    return np.ascontiguousarray(np.swapaxes(x, -2, -1)).reshape(*lead, -1)
+
+
+def unpack_k(block: np.ndarray, layout: Layout) -> np.ndarray:
+    """Invert `pack_k`: flat block order to ``[..., page_size, head_dim]``."""
+    n, lead = layout.per_lane, block.shape[:-1]
+    x = block.reshape(*lead, layout.page_size // LANES, layout.head_dim // n, LANES, n)
+    return np.ascontiguousarray(np.swapaxes(x, -3, -2)).reshape(*lead, layout.page_size, layout.head_dim)
+
+
+def unpack_v(block: np.ndarray, layout: Layout) -> np.ndarray:
+    """Invert `pack_v`: flat block order to ``[..., page_size, head_dim]``."""
+    n, lead = layout.per_lane, block.shape[:-1]
+    x = block.reshape(*lead, layout.page_size // n, layout.head_dim, n)
+    return np.ascontiguousarray(np.swapaxes(x, -2, -1)).reshape(*lead, layout.page_size, layout.head_dim)

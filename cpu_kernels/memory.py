@@ -1,0 +1,92 @@
+"""Large zeroed buffers: huge pages where the system grants them, touched in parallel, refused when they cannot fit."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+_TOUCH_CHUNK = 64 << 20
+
+
+def available_bytes(meminfo: str | None = None) -> int | None:
+    """Return the memory that can be taken without swapping, or None where the system does not say."""
+    path = Path("/proc/meminfo")
+    if meminfo is None:
+        meminfo = path.read_text() if path.exists() else ""
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def allocate(
+    num_bytes: int, what: str, *, huge_pages: bool = True, cpus: tuple[int, ...] = (), touch: bool = True
+) -> np.ndarray:
+    """Return `num_bytes` zero bytes as a uint8 array aligned to 64 bytes (2 MiB with huge pages).
+
+    Parameters
+    ----------
+    num_bytes : int
+        Size.
+    what : str
+        Named in the refusal.
+    huge_pages : bool
+        Ask for transparent huge pages (a request; the system may decline).
+    cpus : tuple of int
+        Touch the buffer in equal parts from threads pinned to these CPUs, so that each part lies on its NUMA node.
+    touch : bool
+        Commit the memory now. Without it pages are committed when first written.
+
+    Raises
+    ------
+    MemoryError
+        If more is asked for than the system has available.
+    """
+    have = available_bytes()
+    if touch and have is not None and num_bytes > have:
+        raise MemoryError(f"{what} needs {num_bytes} bytes, but only {have} bytes of memory are available")
+    align = HUGE_PAGE if huge_pages else 4096
+    memory = mmap.mmap(-1, max(num_bytes, 1) + align)
+    if huge_pages and hasattr(memory, "madvise"):
+        try:
+            memory.madvise(_MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages: small pages are correct, only slower
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % align
+    out = raw[start : start + num_bytes]
+    if touch and num_bytes:
+        _touch(out, cpus)
+    return out
+
+
+def _touch(buffer: np.ndarray, cpus: tuple[int, ...]) -> None:
+    """Write zeros everywhere; each CPU of `cpus` takes one contiguous part (memset runs without the GIL)."""
+    base, size = buffer.ctypes.data, buffer.nbytes
+    if size < _TOUCH_CHUNK or not cpus:
+        ctypes.memset(base, 0, size)
+        return
+    parts = [(size * i // len(cpus), size * (i + 1) // len(cpus)) for i in range(len(cpus))]
+
+    def work(cpu: int, first: int, last: int) -> None:
+        pin_this_thread(cpu)
+        ctypes.memset(base + first, 0, last - first)
+
+    crew = [threading.Thread(target=work, args=(c, a, z)) for c, (a, z) in zip(cpus, parts, strict=True)]
+    for t in crew:
+        t.start()
+    for t in crew:
+        t.join()
+
+
+def pin_this_thread(cpu: int) -> None:
+    """Bind the calling thread to one CPU where the system allows it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cpu})

@@ -1,0 +1,270 @@
+"""`KVPages`: a pool of KV pages in the packed layout, and the transfers in and out of it."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cpu_kernels import isa, jit
+from cpu_kernels.arrays import View, from_bf16, integers, to_bf16
+from cpu_kernels.codegen.rows import build_moves
+from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
+from cpu_kernels.memory import allocate
+
+_MOVE = ctypes.CFUNCTYPE(None, *([ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+                                 + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64] * 2 + [ctypes.c_int64]))
+
+
+class KVPages:
+    """Paged K and V of all layers in one allocation.
+
+    Parameters
+    ----------
+    num_pages, num_kv_heads, head_dim : int
+        Shape of one layer's pool. `head_dim` is a multiple of 16 up to 512.
+    page_size : int
+        Tokens a page: 16, 32, 64 or 128.
+    dtype : str
+        ``bf16``, ``fp32``, ``fp16`` or ``int8`` (per token and head scales, kept inside the page).
+    num_layers : int
+        Layers that share page numbers: page p of layer l is its own memory.
+    huge_pages : bool
+        Ask for 2 MiB pages.
+    cpus : tuple of int
+        CPUs that touch the memory first, in parallel, each its part (NUMA-local placement).
+    touch : bool
+        Commit the memory now (default). Otherwise on first write.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the pool, scales included.
+    page_bytes, layer_bytes : int
+        Bytes of one page of one layer, and of one layer.
+    buffer : ndarray of uint8 ``[num_layers, num_pages, num_kv_heads, layout.head_bytes]``
+        The memory itself; see `cpu_kernels.layout` for the order inside.
+
+    Raises
+    ------
+    ValueError
+        For an unsupported shape or dtype.
+    MemoryError
+        If the pool does not fit the available memory.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int = 32,
+        dtype: str = "bf16",
+        num_layers: int = 1,
+        *,
+        huge_pages: bool = True,
+        cpus: tuple[int, ...] = (),
+        touch: bool = True,
+    ) -> None:
+        for name, n in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads), ("num_layers", num_layers)):
+            if n < 1:
+                raise ValueError(f"{name} must be at least 1, got {n}")
+        self.layout = Layout(dtype, head_dim, page_size)
+        self.num_pages, self.num_kv_heads, self.num_layers = num_pages, num_kv_heads, num_layers
+        self.page_bytes = num_kv_heads * self.layout.head_bytes
+        self.layer_bytes = num_pages * self.page_bytes
+        self.nbytes = num_layers * self.layer_bytes
+        what = f"a KV pool of {num_pages} pages x {self.page_bytes} bytes x {num_layers} layers"
+        memory = allocate(self.nbytes, what, huge_pages=huge_pages, cpus=cpus, touch=touch)
+        self.buffer = memory.reshape(num_layers, num_pages, num_kv_heads, self.layout.head_bytes)
+        self._base = self.buffer.ctypes.data
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtype
+
+    @property
+    def head_dim(self) -> int:
+        return self.layout.head_dim
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    def layer_address(self, layer: int) -> int:
+        """Address of page 0 of `layer`."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} is out of range: the pool has {self.num_layers} layers")
+        return self._base + layer * self.layer_bytes
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_layers} layers x {self.num_pages} pages x {self.num_kv_heads} heads"
+        return f"KVPages({shape} x {self.page_size} tokens x {self.head_dim}, {self.dtype}, {self.nbytes} bytes)"
+
+
+@cache
+def _moves(layout: Layout, level: str) -> tuple[Any, Any]:
+    loaded = jit.load(build_moves(layout, level), ("append", "gather"), jit.Target(isa.target_cpu(level)))
+    return _MOVE(loaded.addresses["append"]), _MOVE(loaded.addresses["gather"])
+
+
+def _move(pages: KVPages, layer: int, which: int, index: np.ndarray, n: int, k: View, v: View) -> None:
+    call = _moves(pages.layout, isa.detect().level)[which]
+    call(
+        pages.layer_address(layer), pages.page_bytes, pages.num_kv_heads, index.ctypes.data, n,
+        k.pointer, k.strides[0], k.strides[1], v.pointer, v.strides[0], v.strides[1], int(k.code),
+    )
+
+
+def append_kv(pages: KVPages, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
+    """Write rows of K and V into the pages of one layer, without the GIL.
+
+    Parameters
+    ----------
+    pages : KVPages
+        Target.
+    layer : int
+        Layer of `pages`.
+    k, v : array ``[n, num_kv_heads, head_dim]``
+        fp32, bf16 or fp16, both of one dtype; rounded to nearest even.
+    slot_mapping : int64 ``[n]``
+        ``page * page_size + offset`` of each row; -1 skips the row.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong shape, dtype or slot.
+    """
+    slots = integers("slot_mapping", slot_mapping, np.int64, 1)
+    shape = (len(slots), pages.num_kv_heads, pages.head_dim)
+    kv, vv = View("k", k).check("k", shape), View("v", v).check("v", shape)
+    if kv.code != vv.code:
+        raise TypeError(f"k is {kv.code.name.lower()} and v is {vv.code.name.lower()}; both must have one dtype")
+    capacity = pages.num_pages * pages.page_size
+    if len(slots) and (slots.max() >= capacity or slots.min() < -1):
+        row = int(np.argmax((slots >= capacity) | (slots < -1)))
+        raise ValueError(f"slot_mapping[{row}] is {slots[row]}, outside -1 to {capacity - 1}")
+    if len(slots):
+        _move(pages, layer, 0, slots, len(slots), kv, vv)
+
+
+def gather_kv(pages: KVPages, layer: int, page_ids: Any, num_tokens: int, k_out: Any, v_out: Any) -> None:
+    """Copy the first `num_tokens` tokens of a list of pages to plain arrays, without the GIL.
+
+    Parameters
+    ----------
+    page_ids : int ``[m]``
+        Pages in the order of the tokens; ``m * page_size >= num_tokens``.
+    num_tokens : int
+        Tokens to copy.
+    k_out, v_out : array ``[num_tokens, num_kv_heads, head_dim]``
+        fp32, bf16 or fp16, both of one dtype. bf16 pages to bf16 arrays is exact.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong shape, dtype or page.
+    """
+    ids = integers("page_ids", page_ids, np.int64, 1)
+    if num_tokens < 0 or num_tokens > len(ids) * pages.page_size:
+        raise ValueError(f"num_tokens {num_tokens} does not fit {len(ids)} pages of {pages.page_size} tokens")
+    used = ids[: -(-num_tokens // pages.page_size)]
+    _check_ids("page_ids", used, pages.num_pages)
+    shape = (num_tokens, pages.num_kv_heads, pages.head_dim)
+    kv, vv = View("k_out", k_out).check("k_out", shape), View("v_out", v_out).check("v_out", shape)
+    if kv.code != vv.code:
+        raise TypeError(f"k_out is {kv.code.name.lower()} and v_out is {vv.code.name.lower()}; both must have one dtype")
+    if num_tokens:
+        _move(pages, layer, 1, used, num_tokens, kv, vv)
+
+
+def _check_ids(name: str, ids: np.ndarray, num_pages: int) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= num_pages):
+        at = int(np.argmax((ids < 0) | (ids >= num_pages)))
+        raise ValueError(f"{name}[{at}] is page {ids[at]}, but the pool has pages 0 to {num_pages - 1}")
+
+
+def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: int | None = None) -> None:
+    """Copy whole pages between two pools of one layout (of all layers when `layer` is None).
+
+    Raises
+    ------
+    ValueError
+        If layouts, head or layer counts differ, or a page is out of range.
+    """
+    if (src.layout, src.num_kv_heads, src.num_layers) != (dst.layout, dst.num_kv_heads, dst.num_layers):
+        raise ValueError(f"src and dst must have one layout: {src!r} against {dst!r}")
+    a, b = integers("src_ids", src_ids, np.int64, 1), integers("dst_ids", dst_ids, np.int64, 1)
+    if len(a) != len(b):
+        raise ValueError(f"src_ids names {len(a)} pages and dst_ids {len(b)}")
+    _check_ids("src_ids", a, src.num_pages)
+    _check_ids("dst_ids", b, dst.num_pages)
+    for number in range(src.num_layers) if layer is None else (layer,):
+        source, target = src.layer_address(number), dst.layer_address(number)
+        for s, d in zip(a.tolist(), b.tolist(), strict=True):
+            ctypes.memmove(target + d * dst.page_bytes, source + s * src.page_bytes, src.page_bytes)
+
+
+def pack(pages: KVPages, layer: int, page_ids: Any, k: np.ndarray, v: np.ndarray) -> None:
+    """Fill whole pages from plain arrays.
+
+    Parameters
+    ----------
+    k, v : float32 ``[len(page_ids), num_kv_heads, page_size, head_dim]``
+        Values; stored in the pages' dtype, rounded to nearest even (int8: scale max/127 per token and head).
+    """
+    ids = integers("page_ids", page_ids, np.int64, 1)
+    _check_ids("page_ids", ids, pages.num_pages)
+    shape = (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim)
+    layout, target = pages.layout, pages.buffer[layer]
+    for which, (name, x) in enumerate((("k", k), ("v", v))):
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}, expected {list(shape)}")
+        stored, scales = encode(np.asarray(x, np.float32), layout.dtype)
+        block = (pack_k if which == 0 else pack_v)(stored, layout).view(np.uint8)
+        target[ids, :, which * layout.k_bytes : (which + 1) * layout.k_bytes] = block
+        if scales is not None:
+            start = 2 * layout.k_bytes + which * 4 * layout.page_size
+            target[ids, :, start : start + 4 * layout.page_size] = scales.view(np.uint8)
+
+
+def unpack(pages: KVPages, layer: int, page_ids: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Read whole pages back as plain float32 ``[len(page_ids), num_kv_heads, page_size, head_dim]`` K and V."""
+    ids = integers("page_ids", page_ids, np.int64, 1)
+    _check_ids("page_ids", ids, pages.num_pages)
+    layout, source = pages.layout, pages.buffer[layer][ids]
+    out = []
+    for which, order in enumerate((unpack_k, unpack_v)):
+        block = source[..., which * layout.k_bytes : (which + 1) * layout.k_bytes]
+        plain = order(np.ascontiguousarray(block).view(layout.numpy_dtype), layout)
+        start = 2 * layout.k_bytes + which * 4 * layout.page_size
+        scales = np.ascontiguousarray(source[..., start : start + 4 * layout.page_size])
+        out.append(decode(plain, layout.dtype, scales.view(np.float32)))
+    return out[0], out[1]
+
+
+def encode(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Convert float32 ``[..., head_dim]`` to stored elements and, for int8, scales ``[...]``."""
+    if dtype == "fp32":
+        return x, None
+    if dtype == "bf16":
+        return to_bf16(x), None
+    if dtype == "fp16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16), None
+    peak = np.abs(x).max(-1, keepdims=True)
+    scale = (peak / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=scale > 0)
+    return np.rint(x * inverse).astype(np.int8), np.ascontiguousarray(scale[..., 0])
+
+
+def decode(stored: np.ndarray, dtype: str, scales: np.ndarray | None = None) -> np.ndarray:
+    """Invert `encode` up to rounding: stored elements (and scales) to float32."""
+    if dtype == "bf16":
+        return from_bf16(stored)
+    if dtype == "int8":
+        assert scales is not None
+        return stored.astype(np.float32) * scales[..., None]
+    return stored.astype(np.float32)
