@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import HybridAttnError, InputError, StallError
-from hybridattn.core.records import RunRecords
+from hybridattn.core.records import RequestRecord, RunRecords
 from hybridattn.core.stages import Sampled, Stages
 from hybridattn.policies.base import Policy
 from hybridattn.runtime.config import EngineConfig
@@ -44,7 +44,6 @@ class Engine:
     ) -> None:
         self.device = device
         self.config = config
-        self.records = RunRecords(stages.num_layers)
         self.broken: HybridAttnError | None = None
         self.scheduler = Scheduler(config, policy, self._ended)
         self.executor = Executor(
@@ -56,7 +55,8 @@ class Engine:
             op_timeout_ns=config.op_timeout_ns,
             on_release=lambda request: self.scheduler.released(request, device.now_ns()),
         )
-        self.records.passes = self.executor.passes
+        self._num_layers = stages.num_layers
+        self._ended_requests: list[RequestRecord] = []
         self._eos_ids = eos_ids
         self._requests: dict[str, Request] = {}
         self._arrivals: list[tuple[int, int, Request]] = []  # heap of requests still to come
@@ -192,7 +192,7 @@ class Engine:
 
     def _ended(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self.records.requests.append(request.record())
+        self._ended_requests.append(request.record())
 
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
@@ -210,6 +210,12 @@ class Engine:
             request.in_flight = False
             request.error = str(error)
             self.scheduler.end(request, "error", now_ns)
+
+    def take_records(self) -> RunRecords:
+        """Records of the requests that ended, and of the passes, since the last call."""
+        taken = RunRecords(self._num_layers, self._ended_requests, self.executor.passes)
+        self._ended_requests, self.executor.passes = [], []
+        return taken
 
     def drain(self) -> list[Span]:
         """Wait for what is still on the lanes; the spans since the last call."""

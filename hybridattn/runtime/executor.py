@@ -44,7 +44,8 @@ class Executor:
         self.device = device
         self.policy = policy
         self.cohorts: list[Cohort] = []
-        self.passes: list[PassRecord] = []
+        self.passes: list[PassRecord] = []  # since the engine last took them
+        self.pass_number = 0
         self._slots = SlotRanges(max_rows)
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
@@ -73,6 +74,7 @@ class Executor:
             self._round()
         sampled = self._collect()
         self._record(started_ns, batch, cohorts, cpu_rows)
+        self.pass_number += 1
         return sampled
 
     def _pass(self, batch: Batch, made: Ticket) -> None:
@@ -143,7 +145,7 @@ class Executor:
             self._submit_linear(cohort.layer, None, [cohort])
 
     def _view(self, cohort: Cohort, ready: bool) -> CohortView:
-        same_pass = cohort.submitted_pass == len(self.passes)
+        same_pass = cohort.submitted_pass == self.pass_number
         age_ns = self.device.now_ns() - cohort.submitted_ns
         return CohortView(cohort.number, len(cohort.rows), cohort.layer, ready, same_pass, age_ns)
 
@@ -173,7 +175,7 @@ class Executor:
         if self._bury(cohort):
             return
         cohort.layer = layer
-        cohort.submitted_pass = len(self.passes)
+        cohort.submitted_pass = self.pass_number
         cohort.submitted_ns = self.device.now_ns()
         self._last_down = self.device.submit(self.stages.send(cohort), (made,))
         cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, self.policy.priority), (self._last_down,))
@@ -221,7 +223,7 @@ class Executor:
             first, size = self._slots.take(min(size, len(rest)))
             if size == 0:
                 break
-            cohort = Cohort(self._number, rest[:size], first, len(self.passes))
+            cohort = Cohort(self._number, rest[:size], first, self.pass_number)
             self._number += 1
             rest = rest[size:]
             for row in cohort.rows:
@@ -266,7 +268,7 @@ class Executor:
         t = self._tally
         self.passes.append(
             PassRecord(
-                index=len(self.passes),
+                index=self.pass_number,
                 start_ns=started_ns,
                 end_ns=self.device.now_ns(),
                 gpu_rows=len(batch.segments) if batch is not None else 0,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.records import RunRecords
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.policies.base import Policy
@@ -168,6 +169,10 @@ class LLM:
         """The spans since the last call, with where they come from. Waits (bounded) for ops still running."""
         spans = self.engine.drain()
         return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans)
+
+    def take_records(self) -> RunRecords:
+        """Records of the requests that ended, and of the passes, since the last call (see ``hybridattn.metrics``)."""
+        return self.engine.take_records()
 
     def free_blocks(self) -> dict[str, int]:
         """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished."""

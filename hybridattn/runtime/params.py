@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
@@ -79,6 +81,23 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def request_seed(self) -> int:
+        """The seed of a new request: the given one, else a fresh one that the request then keeps for its life."""
+        return self.seed if self.seed is not None else secrets.randbits(64)
+
+    def ending_ids(self, eos_ids: Collection[int]) -> frozenset[int]:
+        """Ids that end the request: the user's stop ids, and the model's end-of-sequence ids unless ignored."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+
+    def finish_reason(self, token_id: int, num_output: int, eos_ids: Collection[int]) -> str | None:
+        """``stop``, ``length`` or None (goes on) after ``token_id`` became output token number ``num_output``.
+
+        A token that both ends the text and is the last allowed one counts as ``stop``.
+        """
+        if num_output >= self.min_tokens and token_id in self.ending_ids(eos_ids):
+            return "stop"
+        return "length" if num_output >= self.max_tokens else None
 
     def _normalise(self) -> None:
         """Lists become tuples and a bare stop string a tuple of one, so that the object stays hashable."""

@@ -1,0 +1,216 @@
+"""The command line: ``hybridattn generate | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridattn import doctor
+from hybridattn.core.chrome import write_chrome
+from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
+from hybridattn.runtime.call import Output
+from hybridattn.runtime.llm import LLM
+from hybridattn.runtime.params import SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 when it worked, 2 for input that cannot be used, 1 when something failed, 130 on Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except InputError as error:
+        print(f"hybridattn: {error}", file=sys.stderr)
+        return 2
+    except HybridAttnError as error:
+        print(f"hybridattn: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybridattn", description="Parallel CPU-GPU attention in LLM decode.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="answer prompts", description="Answer prompts with a real model.")
+    generate.set_defaults(command=run_generate)
+    _add_input(generate)
+    _add_engine(generate)
+    _add_sampling(generate)
+    check = commands.add_parser("doctor", help="what this machine has and what would be used")
+    check.add_argument("--json", action="store_true", help="as one JSON object")
+    check.set_defaults(command=run_doctor)
+    return parser
+
+
+def _add_input(p: argparse.ArgumentParser) -> None:
+    p.add_argument("prompts", nargs="*", metavar="PROMPT")
+    p.add_argument("--prompts-file", type=Path, metavar="FILE", help='JSONL, one {"prompt": "..."} a line')
+    p.add_argument("--json", action="store_true", help="one JSON object per prompt instead of a stream of text")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (opens in Perfetto)")
+
+
+def _add_engine(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--model", default="smollm2-135m", help="name, safetensors folder, or GGUF file (default %(default)s)"
+    )
+    p.add_argument("--device", default="host", help="host or cuda (default %(default)s)")
+    p.add_argument("--policy", default="async_overlap", help="gpu_only, sync_offload, async_overlap, or module:Class")
+    p.add_argument("--dtype", default="fp32", help="fp32 or bf16 (default %(default)s)")
+    p.add_argument("--kv-dtype", help="dtype of K and V, default as --dtype")
+    p.add_argument("--cpu-fraction", type=float, metavar="F", help="force this share of requests onto the CPU tier")
+    p.add_argument(
+        "--gpu-kv-blocks", type=int, default=128, metavar="N", help="pages of the GPU tier (default %(default)s)"
+    )
+    p.add_argument(
+        "--cpu-kv-blocks", type=int, default=256, metavar="N", help="pages of the CPU tier (default %(default)s)"
+    )
+    p.add_argument("--page-size", type=int, default=32, metavar="N", help="tokens per page (default %(default)s)")
+    p.add_argument("--max-model-len", type=int, metavar="N", help="prompt + output tokens of a request")
+    p.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests at a time (default %(default)s)")
+    p.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="GPU rows of a pass (default %(default)s)"
+    )
+    p.add_argument(
+        "--op-timeout", type=float, default=60.0, metavar="S", help="longest wait for one op (default %(default)s s)"
+    )
+
+
+def _add_sampling(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="output tokens at most (default %(default)s)"
+    )
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    p.add_argument("--top-k", type=int, default=-1, metavar="K")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    p.add_argument("--seed", type=int, metavar="N", help="of each request's draws")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    p.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    p.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
+    p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    found = doctor.examine()
+    print(json.dumps(found, indent=2) if args.json else doctor.as_text(found))
+    return 0
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    prompts = list(args.prompts) + (_read_prompts(args.prompts_file) if args.prompts_file else [])
+    if not prompts:
+        raise InputError("no prompt was given: name one or more, or a --prompts-file")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"prompt {i} is empty")
+    params = _sampling(args)
+    if args.trace is not None and not args.trace.parent.is_dir():
+        raise InputError(f"--trace: the folder {args.trace.parent} does not exist")
+    with _open(args) as llm:
+        if args.json:
+            for output in llm.generate(prompts, params):
+                print(json.dumps(_as_dict(output, llm), ensure_ascii=False), flush=True)
+        else:
+            _stream(llm, prompts, params)
+        if args.trace is not None:
+            write_chrome(llm.trace(), args.trace)
+    return 0
+
+
+def _open(args: argparse.Namespace) -> LLM:
+    return LLM(
+        model=args.model,
+        device=args.device,
+        policy=args.policy,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        gpu_kv_blocks=args.gpu_kv_blocks,
+        cpu_kv_blocks=args.cpu_kv_blocks,
+        page_size=args.page_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        op_timeout_s=args.op_timeout,
+        cpu_fraction=args.cpu_fraction,
+        record=args.trace is not None,
+    )
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    names = (
+        "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "repetition_penalty",
+        "presence_penalty", "frequency_penalty",
+    )  # fmt: skip
+    return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Prompts of a JSONL file; InputError names the line that cannot be used."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts-file {path} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"--prompts-file {path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise InputError(f'--prompts-file {path}, line {number}: expected an object with a string "prompt"')
+        prompts.append(row["prompt"])
+    if not prompts:
+        raise InputError(f"--prompts-file {path} holds no prompt")
+    return prompts
+
+
+def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    """Print texts in the order of the prompts: the first unfinished one live, the later ones when it is their turn."""
+    held: list[list[str]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    turn = 0
+    for piece in llm.stream(prompts, params):
+        held[piece.index].append(piece.text)
+        ended[piece.index] = piece.finish_reason is not None
+        while turn < len(prompts):
+            print("".join(held[turn]), end="", flush=True)
+            held[turn].clear()
+            if not ended[turn]:
+                break
+            print(flush=True)
+            turn += 1
+
+
+def _as_dict(output: Output, llm: LLM) -> dict[str, Any]:
+    r = output.record
+    times = {"ttft_s": ttft_ns(r), "tpot_s": tpot_ns(r), "e2el_s": e2el_ns(r)}
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "tier": output.tier,
+        "policy": llm.policy.name,
+        "device": llm.device.name,
+        "metrics": {
+            "prompt_tokens": r.prompt_tokens,
+            "output_tokens": r.output_tokens,
+            "preemptions": r.preemptions,
+            **{name: None if ns is None else ns / 1e9 for name, ns in times.items()},
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
