@@ -12,6 +12,9 @@ import tokenizers
 from hybridattn.core.errors import InputError
 from hybridattn.models.config import read_json
 from hybridattn.models.pieces import ByteDecoder, PieceTable, piece_table
+from hybridattn.models.stream import TextStream
+
+__all__ = ["TextStream", "Tokenizer"]
 
 
 class Tokenizer:

@@ -28,13 +28,13 @@ STORY = (
     "going. He drank his coffee and waited. At noon the ship had not moved. "
 )
 REPORT = (
-    "A cache keeps copies of data close to the place where they are needed. When the processor asks for an address, the "
-    "cache looks for it; if the copy is there, the answer takes a few cycles, and if it is not, the request travels on "
-    "to the next level, which is larger and slower. What makes this work is that programs ask for the same data again "
-    "soon, and for data next to it. What makes it fail is a stride that jumps over every line, a table larger than the "
-    "cache, or two threads that write to the same line and take it from each other again and again. The cure for the "
-    "first is another order of the loops, for the second a smaller tile, and for the third some padding. None of the "
-    "three can be found by reading the source code alone: one has to count the misses. "
+    "A cache keeps copies of data close to the place where they are needed. When the processor asks for an address, "
+    "the cache looks for it; if the copy is there, the answer takes a few cycles, and if it is not, the request "
+    "travels on to the next level, which is larger and slower. What makes this work is that programs ask for the same"
+    " data again soon, and for data next to it. What makes it fail is a stride that jumps over every line, a table "
+    "larger than the cache, or two threads that write to the same line and take it from each other again and again. "
+    "The cure for the first is another order of the loops, for the second a smaller tile, and for the third some "
+    "padding. None of the three can be found by reading the source code alone: one has to count the misses. "
 )
 RECIPE = (
     "To make bread for two days, take a pound of flour, a spoon of salt, a little yeast and as much warm water as the "

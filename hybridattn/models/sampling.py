@@ -1,0 +1,171 @@
+"""Choosing the next token of each row.
+
+The order of the steps: penalties, blocked ids, temperature, top-k, top-p on what top-k left, min-p, draw. A draw
+depends on the row's logits and its (seed, output position) only, never on the batch or on earlier draws, so that a
+request gets the same tokens whatever runs beside it and after a preemption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import RequestLike
+from hybridattn.runtime.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What sampling needs to know of one row.
+
+    ``position`` is the number of tokens that the request has generated before this one. ``history`` and ``num_prompt``
+    (prompt tokens, then output) are read only if a penalty is set; ``blocked`` ids cannot be drawn.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    history: tuple[int, ...] = ()
+    num_prompt: int = 0
+    blocked: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: RequestLike, seed: int, eos_ids: Collection[int]) -> SampleRow:
+        """The row of a request as it stands now; copies its tokens if a penalty needs them."""
+        params: SamplingParams = request.params
+        position = len(request.token_ids) - request.num_prompt
+        return cls(
+            params=params,
+            seed=seed,
+            position=position,
+            history=tuple(request.token_ids) if params.penalised else (),
+            num_prompt=request.num_prompt if params.penalised else 0,
+            blocked=tuple(sorted(params.ending_ids(eos_ids))) if position < params.min_tokens else (),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """The likeliest token of the untouched logits."""
+        return self.params.greedy and not self.params.penalised and not self.blocked
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """One token id per row.
+
+    Parameters
+    ----------
+    logits : float32 ``[n, vocab_size]``; left as they are
+    rows : one per row of ``logits``
+
+    Raises
+    ------
+    InputError : another number of rows, or a row of logits with NaN, plus infinity or nothing above minus infinity
+    """
+    if logits.ndim != 2 or logits.shape[0] != len(rows):
+        raise InputError(f"logits have shape {tuple(logits.shape)} for {len(rows)} rows")
+    best = argmax(logits)
+    return [
+        token if row.plain else _choose(logits[i], row, i)
+        for i, (row, token) in enumerate(zip(rows, best, strict=True))
+    ]
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """Index of the largest logit of each row of ``[n, vocab_size]``, the lowest index among equals.
+
+    ``torch.argmax`` promises no order among equals. InputError for a row whose maximum is not finite.
+    """
+    if logits.device.type == "cpu":
+        values = logits.detach().float().numpy()
+        indices = values.argmax(axis=1)  # documented: the first one; NaN counts as largest
+        top = values[np.arange(len(values)), indices]
+    else:
+        most = logits.amax(dim=1, keepdim=True)
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        indices = torch.where(logits == most, ids, logits.shape[1]).amin(dim=1).cpu().numpy()
+        top = most[:, 0].float().cpu().numpy()
+    for row in np.flatnonzero(~np.isfinite(top)):
+        raise InputError(f"logits of row {row} have the maximum {top[row]}, expected a finite number")
+    return [int(i) for i in indices]
+
+
+def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int:
+    values = logits.detach().cpu().numpy().astype(np.float64)  # by NumPy: torch would wake its thread pool for it
+    _penalise(values, row)
+    values[list(row.blocked)] = -math.inf
+    top = values.max()
+    if top == -math.inf:
+        raise InputError(f"logits of row {index} leave no token that is allowed")
+    if row.params.greedy:
+        return int(values.argmax())
+    return _draw(values, row, top)
+
+
+def _penalise(values: np.ndarray, row: SampleRow) -> None:
+    """Repetition (Keskar et al. 2019, CTRL, section 4.1) over prompt and output, then presence and frequency (the
+    published formula of the OpenAI API) over the output; in place."""
+    p = row.params
+    if p.repetition_penalty != 1.0:
+        seen = np.unique(np.array(row.history, dtype=np.int64))
+        old = values[seen]
+        values[seen] = np.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        output = np.array(row.history[row.num_prompt :], dtype=np.int64)
+        seen, counts = np.unique(output, return_counts=True)
+        values[seen] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def _draw(values: np.ndarray, row: SampleRow, top: float) -> int:
+    """Inverse of the cumulative distribution, over the kept ids in ascending order."""
+    p = row.params
+    ids = np.flatnonzero(values > -math.inf)
+    scaled = (values[ids] - top) / p.temperature
+    kept = _top_k(scaled, p.top_k)
+    ids, scaled = ids[kept], scaled[kept]
+    weights = np.exp(scaled)
+    kept = _top_p(weights, p.top_p) & (weights >= p.min_p) & (weights > 0)  # the largest weight is 1
+    ids, weights = ids[kept], weights[kept]
+    cumulative = weights.cumsum()
+    at = np.searchsorted(cumulative, uniform(row.seed, row.position) * cumulative[-1], side="right")
+    return int(ids[min(at, len(ids) - 1)])
+
+
+def _top_k(scaled: np.ndarray, k: int) -> np.ndarray:
+    """Mask of the k largest; among equals at the edge the lowest ids."""
+    if k < 1 or k >= len(scaled):
+        return np.ones(len(scaled), dtype=bool)
+    edge = np.partition(scaled, len(scaled) - k)[len(scaled) - k]
+    mask = scaled > edge
+    mask[np.flatnonzero(scaled == edge)[: k - int(mask.sum())]] = True
+    return mask
+
+
+def _top_p(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Mask of the smallest set of largest weights whose share reaches ``top_p`` (Holtzman et al. 2019), never empty.
+
+    Weights below ``(1 - top_p) / n`` of the total cannot belong to it: together they hold less than what may be left
+    out. Only the others are sorted.
+    """
+    if top_p >= 1.0:
+        return np.ones(len(weights), dtype=bool)
+    total = weights.sum()
+    near = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
+    order = near[np.argsort(-weights[near], kind="stable")]
+    count = int(np.searchsorted(weights[order].cumsum(), top_p * total, side="left")) + 1
+    mask = np.zeros(len(weights), dtype=bool)
+    mask[order[:count]] = True
+    return mask
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw of a request at an output position: a number in [0, 1), a function of both integers alone.
+
+    Counter-based (Salmon et al. 2011, Philox 4x64-10): the seed is the key, the position the counter.
+    """
+    generator = np.random.Philox(key=seed, counter=[0, position, 0, 0])
+    return float(int(generator.random_raw()) >> 11) * 2.0**-53
