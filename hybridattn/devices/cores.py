@@ -29,7 +29,7 @@ def plan_cores(usable: tuple[int, ...] | None = None, gpu_threads: int = 1) -> C
 
     The first ``gpu_threads`` play the GPU, the rest the pool; with a single cpu both roles share it.
     """
-    cpus = topology.usable_cpus() if usable is None else usable
+    cpus = topology.worker_cpus(topology.read()) if usable is None else usable
     if not 1 <= gpu_threads <= max(1, len(cpus) - 1):
         raise InputError(
             f"gpu_threads must lie in 1..{max(1, len(cpus) - 1)} with {len(cpus)} usable cpus, got {gpu_threads}"

@@ -45,11 +45,11 @@ class HostTicket:
 
     @property
     def start_ns(self) -> int:
-        return self._start_ns if self.job is None else self.job.start_ns
+        return self._start_ns if self.job is None else self.job.start_ns or 0
 
     @property
     def end_ns(self) -> int:
-        return self._end_ns if self.job is None else self.job.end_ns
+        return self._end_ns if self.job is None else self.job.end_ns or 0
 
     def wait(self, timeout_ns: int) -> Any:
         deadline = time.perf_counter_ns() + timeout_ns
