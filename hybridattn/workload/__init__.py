@@ -1,1 +1,1 @@
-
+"""What is asked of a run: lengths, arrivals, trace files, sessions, as data."""
