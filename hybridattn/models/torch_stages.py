@@ -15,7 +15,7 @@ import torch
 from cpu_kernels import append_kv, gather_kv, plan_decode
 from hybridattn.core.device import Device
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, Segment
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 from hybridattn.kv.storage import open_pages
 from hybridattn.kv.tables import block_table, slots
@@ -23,7 +23,7 @@ from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.load import LoadedModel
-from hybridattn.models.row_sampler import RowSampler
+from hybridattn.models.sampling import SampleRow, sample
 from hybridattn.runtime.config import EngineConfig
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -32,12 +32,12 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 class CohortPlan:
     """What the ops of one cohort need: fixed for a token, except that rows may die."""
 
-    __slots__ = ("attention", "positions", "sampler", "tokens")
+    __slots__ = ("attention", "positions", "sample_rows", "tokens")
 
-    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, sampler: RowSampler) -> None:
+    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, sample_rows: list[SampleRow]) -> None:
         self.tokens = tokens
         self.positions = positions
-        self.sampler = sampler
+        self.sample_rows = sample_rows
         self.attention: dict = {}  # window -> DecodePlan
 
 
@@ -73,20 +73,20 @@ class TorchStages:
         self._plans: dict[int, CohortPlan] = {}
         self._rows: GpuRows | None = None
         self._attention_work = self.cost.decode_attention(0, 0)
-        self._sampler: RowSampler | None = None
+        self._sample_rows: list[SampleRow] = []
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
         self._rows = GpuRows(batch, self.pages[GPU_TIER], self.model_config, self.config.page_size, self.sm_scale)
-        self._sampler = RowSampler([s.request for s in batch.segments if s.samples])
+        self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
 
     def launch(self, cohort: Cohort) -> None:
         tokens = torch.tensor([r.request.token_ids[r.position] for r in cohort.rows])
         positions = torch.tensor([r.position for r in cohort.rows])
-        sampler = RowSampler([r.request for r in cohort.rows])
-        self._plans[cohort.number] = CohortPlan(tokens, positions, sampler)
+        sample_rows = [self._sample_row(r.request) for r in cohort.rows]
+        self._plans[cohort.number] = CohortPlan(tokens, positions, sample_rows)
         self.replan(cohort)
 
     def replan(self, cohort: Cohort) -> None:
@@ -131,12 +131,16 @@ class TorchStages:
                 "linear", GPU, work, lambda: self._linear(layer, rows, parts, keep),
                 layer=layer, requests=requests,
             )  # fmt: skip
-        sampler = self._sampler if batch is not None else None
-        sampled = (len(rows.sampled) if rows is not None else 0) + sum(len(c.rows) for c in cohorts)
+        sample_rows = self._sample_rows if batch is not None else []
+        sample_rows = sample_rows + [r for _, plan in parts for r in plan.sample_rows]
         return Op(
-            "linear+sample", GPU, self.cost.last(count, sampled),
-            lambda: self._last(layer, rows, sampler, parts), layer=layer, requests=requests,
-        )  # fmt: skip
+            "linear+sample",
+            GPU,
+            self.cost.last(count, len(sample_rows)),
+            lambda: self._last(layer, rows, sample_rows, parts),
+            layer=layer,
+            requests=requests,
+        )
 
     def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]], keep: bool) -> None:
         """post(layer) and pre(layer + 1) of all rows present in one go, then each row's results to their place."""
@@ -160,16 +164,14 @@ class TorchStages:
             n = here.stop
 
     def _last(
-        self, layer: int, rows: GpuRows | None, sampler: RowSampler | None, parts: list[tuple[slice, CohortPlan]]
+        self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, CohortPlan]]
     ) -> list[int]:
+        """post, head and sampling: the last token of each sampling segment, then every row of the cohorts."""
         x = self._post(layer, rows, parts)
-        wanted = [] if rows is None else [rows.sampled]
-        first = 0 if rows is None else len(rows.tokens)
-        logits = self.decoder.head(x[torch.cat([*wanted, torch.arange(first, len(x))])])
-        tokens: list[int] = []
-        for part in ([sampler] if sampler is not None else []) + [plan.sampler for _, plan in parts]:
-            tokens += part.sample(logits[len(tokens) : len(tokens) + len(part)])
-        return tokens
+        wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x))
+        if rows is not None:
+            wanted = torch.cat([rows.sampled, wanted])
+        return sample(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
 
     def _post(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]]) -> torch.Tensor:
         out = self._gather(rows, parts, lambda r: r.out, lambda where, _: self.exchange.gpu.out[where])
@@ -236,6 +238,9 @@ class TorchStages:
             append_kv(pages, layer, k[chunk.rows], v[chunk.rows], chunk.slot_mapping)
 
         return _segment_op("hand down k,v", D2H, self.cost.hand_down(segment.num_tokens), layer, segment, run)
+
+    def _sample_row(self, request: RequestLike) -> SampleRow:
+        return SampleRow.of(request, request.params.seed, self.model_config.eos_ids)
 
     def _gpu_rows(self) -> GpuRows:
         assert self._rows is not None, "begin() comes before the ops of a pass"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,12 +44,12 @@ class Call:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        new_text: Callable[[SamplingParams], Any] | None,
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._new_text = new_text
         self._prompts = [text for text, _ in prompts]
         self._requests: list[Request] = []
         try:
@@ -65,8 +65,8 @@ class Call:
             params = replace(params, seed=secrets.randbits(63))  # drawn once: a preempted request must repeat itself
         request = self._engine.add(ids, params.max_tokens, params)
         request.events = []
-        if self._tokenizer is not None:
-            request.text = self._tokenizer.stream(params.stop, params.skip_special_tokens)
+        if self._new_text is not None:
+            request.text = self._new_text(params)
         return request
 
     def pieces(self) -> Iterator[Piece]:

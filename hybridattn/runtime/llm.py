@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridattn.core.errors import InputError
@@ -104,6 +104,13 @@ class LLM:
             self.device.close()  # or its threads would outlive a refused argument
             raise
         self.config = config
+        self._new_text: Callable[[SamplingParams], Any] | None = None
+        if self.model.tokenizer is not None:
+            text_stream, pieces = (
+                importlib.import_module("hybridattn.models.stream").TextStream,
+                self.model.tokenizer.pieces,
+            )
+            self._new_text = lambda p: text_stream(pieces, p.stop, p.skip_special_tokens)
         self.engine = Engine(self.stages, self.device, self.policy, config, frozenset(self.model.config.eos_ids))
 
     # -- text --------------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ class LLM:
         DeviceError
             A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more.
         """
-        call = Call(self.engine, self.model.tokenizer, *self._checked(prompts, params))
+        call = Call(self.engine, self._new_text, *self._checked(prompts, params))
         for _ in call.pieces():
             pass
         return call.outputs()
@@ -138,7 +145,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Piece]:
         """Like :meth:`generate`, but yields each token as it comes. Closing the iterator aborts what is left."""
-        return Call(self.engine, self.model.tokenizer, *self._checked(prompts, params)).pieces()
+        return Call(self.engine, self._new_text, *self._checked(prompts, params)).pieces()
 
     def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
         """Encoded prompts and one SamplingParams for each."""
