@@ -20,6 +20,19 @@ from __future__ import annotations
 import math
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.op import GPU
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
+
+# (GPU, CPU, link, model, GPU rows, context): machines whose layer times the tables quote. The T4 holds two requests of
+# 400 tokens beside a 7B model; the others could hold more than 24 of 1,000 tokens, which keeps them comparable.
+LAYER_SETTINGS = (
+    ("t4", "xeon-8259cl-8c", "pcie3-x16", "llama2-7b", 2, 400),
+    ("a10", "epyc-7r32-8c", "pcie4-x16", "llama3.1-8b", 24, 1000),
+    ("a100-80g", "epyc-7r32-32c", "pcie4-x16", "llama3.1-8b", 24, 1000),
+    ("h200", "epyc-7r32-32c", "pcie5-x16", "llama3.1-8b", 24, 1000),
+)
 
 
 def _positive(**values: float) -> None:
@@ -170,3 +183,76 @@ def neo_iteration_ns(
     (l0, l1), (ca0, ca1) = linear_ns, cpu_attention_ns
     _not_negative(linear_0=l0, linear_1=l1, gpu_attention_ns=gpu_attention_ns, cpu_0=ca0, cpu_1=ca1)
     return num_layers * (max(l0, ca1) + max(l1 + gpu_attention_ns, ca0))
+
+
+def layer_ns(gpu: str, cpu: str, link: str, model: str, rows: int, context: int) -> tuple[int, int]:
+    """Linear and attention time [ns] of one layer, fp16, ``rows`` requests of ``context`` tokens, shipped profiles."""
+    cost, pricing = ModelCost(shape(model), "fp16"), machine(gpu, cpu, link)
+    return pricing.work_ns(GPU, cost.linear(rows)), pricing.work_ns(GPU, cost.decode_attention(rows, rows * context))
+
+
+def _table(title: str, header: str, rows: list[str]) -> str:
+    return "\n".join([title, header, *rows, ""])
+
+
+def _eq6_tables() -> list[str]:
+    top = eq6_minimum()
+    xs = (0.1, 0.25, 0.5, 1.0, top[0], 1.5, 2.0, 3.0)
+    rows = [
+        f"{x:8.2f} {eq6_threshold(x):9.2f} {100 / eq6_threshold(x):8.1f} % {ap_min_request_ratio(x):9.2f}" for x in xs
+    ]
+    mixed = [
+        f"{x:8.2f}" + "".join(f"{eq6_threshold(x, f):9.2f}" for f in (0.0, 0.5, 1.0, 4.0))
+        for x in (0.25, 0.5, 1.0, 2.0)
+    ]
+    return [
+        _table("Asymmetric pipelining (eq. 6)", "       x  N_G/N_C <  N_C/N_G >  B_C/B_G >", rows),
+        _table("eq. 6 with prefill of f T_l in every iteration", "       x    f=0.0    f=0.5    f=1.0    f=4.0", mixed),
+    ]
+
+
+def _bound_tables() -> list[str]:
+    rows = []
+    for x, r in ((0.5, 3), (0.5, 10), (0.5, 20), (1.0, 3), (1.0, 10), (1.0, 20)):
+        values = (capacity_gain_bound(x, r), upper_bound_gain(x, r), ap_gain(x, r), full_offload_gain(x, r))
+        rows.append(f"{x:8.2f} {r:5d}" + "".join(f"{v:10.2f}" for v in values))
+    header = "       x     r  capacity     upper        AP   offload"
+    return [_table("Gain over GPU-only: when all fits, at most, AP, full offload", header, rows)]
+
+
+def _overlap_tables() -> list[str]:
+    ds = (0.0, 0.01, 0.04, 0.1, 0.25, 0.5)
+    rows = [f"{d:8.2f} {overlap_crossover(d, 32):9.2f} {overlap_crossover(d, 80):9.2f} {d / (1 + d):9.2f}" for d in ds]
+    found = [
+        _table(
+            "One-layer overlap: B_C/B_G above d (L + 1), and the CPU rate it takes",
+            "       d   L = 32    L = 80   N_C/R0 >",
+            rows,
+        )
+    ]
+    lines = []
+    for setting in LAYER_SETTINGS:
+        linear, attention = layer_ns(*setting)
+        whole = linear + attention
+        cells = "".join(
+            f"{d:7.2f} {overlap_crossover(d, 32):5.1f}"
+            for d in (exposed_stretch(e * 1000, whole) for e in (50, 150, 200))
+        )
+        quarter_us = 0.25 * whole / 1e3
+        lines.append(
+            f"{setting[0]:9} {setting[3]:12} {whole / 1e3:7.0f} {attention / linear:6.2f} {quarter_us:6.0f}{cells}"
+        )
+    header = "GPU       model       us/layer      x d=0.25  50 us:  d    r 150 us: d    r 200 us: d    r"
+    return [
+        *found,
+        _table("Exposed time per layer, stretch and crossover (computed from shipped profiles)", header, lines),
+    ]
+
+
+def report() -> str:
+    """The tables of ``docs/crossover.md``."""
+    return "\n".join(_eq6_tables() + _bound_tables() + _overlap_tables())
+
+
+if __name__ == "__main__":
+    print(report())

@@ -1,7 +1,9 @@
 """The closed forms against the published numbers, against each other, and against a count of passes."""
 
 import csv
+import inspect
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,26 @@ def test_rows_and_windows():
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(InputError, match=message):
         call()
+
+
+def test_the_document_quotes_what_the_command_prints():
+    document = (Path(__file__).parents[2] / "docs" / "crossover.md").read_text()
+    printed = crossover.report().rstrip()
+    assert printed in document
+    prose = document.replace(printed, "")
+    quoted = set(re.findall(r"(?<![\d.])\d+\.\d+(?![\d.])", re.sub(r"arXiv \d+\.\d+", "", prose)))
+    known = set(re.findall(r"\d+\.\d+", printed))
+    # 0.5 for 0.50 is the same number; what no table holds has no business in the text.
+    assert {q for q in quoted if not {q, q + "0"} & known} == set()
+    for name in set(re.findall(r"`?\b([a-z_0-9]+_[a-z_0-9]+)\b", prose)) & set(dir(crossover)):
+        assert callable(getattr(crossover, name))
+
+
+def test_an_eight_to_one_crossover_is_a_quarter_of_the_layer_exposed():
+    for setting in crossover.LAYER_SETTINGS:
+        whole = sum(crossover.layer_ns(*setting))
+        assert crossover.overlap_crossover(crossover.exposed_stretch(whole // 4, whole), 32) == pytest.approx(
+            8.25, rel=1e-4
+        )
+    a10 = sum(crossover.layer_ns(*crossover.LAYER_SETTINGS[1]))
+    assert a10 / 4 == pytest.approx(300_000, rel=0.1)
