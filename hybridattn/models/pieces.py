@@ -44,10 +44,11 @@ class ByteDecoder:
 
     __slots__ = ("_at_start", "_decoder", "_pieces")
 
-    def __init__(self, pieces: PieceTable) -> None:
+    def __init__(self, pieces: PieceTable, continues: bool) -> None:
+        """``continues``: the tokens go on a text, so that a space at their start is text in every vocabulary."""
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at_start = pieces.strips_first_space
+        self._at_start = pieces.strips_first_space and not continues
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; ill-formed bytes before them become U+FFFD."""

@@ -11,7 +11,7 @@ class TextStream:
     """Incremental text of one request.
 
     What ``push`` and ``finish`` return, joined, is the text of all tokens up to the stop string, which is not part of
-    it. Cutting the same text into other tokens gives the same result: the stop string that is complete first wins, of
+    it. The tokens continue a prompt, so a space at their start is kept. Cutting the same text into other tokens gives the same result: the stop string that is complete first wins, of
     two that end together the longer one.
 
     Control tokens take part in stop strings by their spelling (``<|im_end|>``) even when they are left out of the text.
@@ -26,7 +26,7 @@ class TextStream:
 
     def __init__(self, pieces: PieceTable, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
-        self._decoder = ByteDecoder(pieces)
+        self._decoder = ByteDecoder(pieces, continues=True)
         self._stop = tuple(stop)
         self._skip = skip_special_tokens
         self._held: list[tuple[str, bool]] = []  # text that may begin a stop string, and whether it is visible

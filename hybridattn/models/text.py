@@ -84,7 +84,7 @@ class Tokenizer:
 
         InputError for an id that the vocabulary does not have.
         """
-        decoder = ByteDecoder(self.pieces)
+        decoder = ByteDecoder(self.pieces, continues=False)
         parts = [
             decoder.push(token) for token in token_ids if not (skip_special_tokens and self.pieces.is_special(token))
         ]

@@ -1,0 +1,141 @@
+"""The linear stages against transformers, and the independence of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridattn.core.errors import InputError
+from hybridattn.models.config import read_config
+from hybridattn.models.decoder import Decoder
+from hybridattn.models.load import load
+from hybridattn.models.weights import load_weights
+
+HANDFUL = ("one_token_the", "capital", "russian", "python_class", "emoji", "recipe")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "llama with head_dim": ("llama", {"head_dim": 16}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "mistral window": ("mistral", {"sliding_window": 7}),
+    "mistral without window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 window above layer 1": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_every_architecture_equal_transformers(variant, tiny_model, full_forward):
+    architecture, settings = VARIANTS[variant]
+    model, folder = tiny_model(architecture, **settings)
+    config = read_config(folder)
+    decoder = Decoder(config, load_weights(folder, config))
+    ids = torch.randint(3, 97, (41,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    assert expected.std() > 0.1  # the comparison below says something
+    torch.testing.assert_close(full_forward(decoder, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_stages_stay_within_a_stated_bound_of_fp32(tiny_model, full_forward):
+    """The bound: 4 % of the logits' standard deviation on average over a 41-token text."""
+    _, folder = tiny_model("llama")
+    config = read_config(folder)
+    ids = torch.randint(3, 97, (41,), generator=torch.Generator().manual_seed(1))
+    exact = full_forward(Decoder(config, load_weights(folder, config, "fp32")), ids)
+    rounded = full_forward(Decoder(config, load_weights(folder, config, "bf16")), ids)
+    assert rounded.dtype == torch.float32
+    error = (rounded - exact).abs().mean() / exact.std()
+    assert 1e-4 < error < 0.04
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_teacher_forced_logits_equal_transformers(name, real_model, reference, prompts, full_forward):
+    """Over the prompt and its 16 greedy tokens; the greedy tokens follow from the same logits."""
+    prompt = prompts[name]
+    ids = torch.tensor(real_model.tokenizer.encode(prompt["text"]) + prompt["token_ids"])
+    ours = full_forward(Decoder(real_model.config, real_model.weights), ids)
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0]
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    steps = ours[prompt["num_tokens"] - 1 : -1]
+    assert steps.argmax(-1).tolist() == prompt["token_ids"]
+    best = expected[prompt["num_tokens"] - 1 : -1].topk(2).values
+    gap = float((best[:, 0] - best[:, 1]).min())
+    assert gap > 1e-2
+    assert gap == pytest.approx(prompt["min_gap"], abs=2e-4)
+
+
+@pytest.mark.slow
+def test_every_committed_prompt_is_what_transformers_generates(real_model, reference, prompts, full_forward):
+    assert len(prompts) >= 24
+    decoder = Decoder(real_model.config, real_model.weights)
+    for name, prompt in prompts.items():
+        ids = torch.tensor([real_model.tokenizer.encode(prompt["text"])])
+        assert ids.shape[1] == prompt["num_tokens"], name
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences[0, ids.shape[1] :].tolist() == prompt["token_ids"], name
+        best = torch.cat(out.logits).topk(2).values
+        assert float((best[:, 0] - best[:, 1]).min()) > 1e-2, name
+        ours = full_forward(decoder, out.sequences[0])[ids.shape[1] - 1 : -1]
+        assert (ours - torch.cat(out.logits)).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_row_is_bit_equal_alone_and_among_700(dtype, threads, real_model, one_torch_thread):
+    """The sizes of the real model; the row counts where BLAS changes its kernel or its split between threads."""
+    s = real_model.config.shape
+    decoder = Decoder(real_model.config, load("smollm2-135m", dtype).weights)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(700, s.hidden_size, generator=generator).to(decoder.weights.dtype)
+    attention = torch.randn(700, s.num_q_heads, s.head_dim, generator=generator).to(x.dtype)
+    positions = torch.randint(0, s.max_model_len, (700,), generator=generator)
+
+    def stages(n: int) -> tuple[torch.Tensor, ...]:
+        after = decoder.post_attention(11, attention[:n], x[:n])
+        return (*decoder.pre_attention(12, x[:n], positions[:n]), after, decoder.head(x[: min(n, 13)]))
+
+    torch.set_num_threads(threads)
+    whole = stages(700)
+    for n in [*range(1, 14), 17, 31, 64, 97, 257, 577, 699]:
+        for alone, among in zip(stages(n), whole, strict=True):
+            assert torch.equal(alone, among[: len(alone)]), f"{n} rows"
+
+
+def test_stages_leave_their_inputs_alone(real_model):
+    decoder = Decoder(real_model.config, real_model.weights)
+    x = torch.randn(5, 576)
+    kept, attention = x.clone(), torch.randn(5, 9, 64)
+    decoder.pre_attention(0, x, torch.arange(5))
+    decoder.post_attention(0, attention, x)
+    decoder.head(x)
+    assert torch.equal(x, kept)
+
+
+def test_layers_of_config_and_weights_must_agree(real_model):
+    other = load("dummy:tiny")
+    with pytest.raises(InputError, match="weights have 3 layers, config 30"):
+        Decoder(real_model.config, other.weights)
