@@ -56,7 +56,8 @@ class Checkpoint:
         for name, shard in _weight_map(index).items():
             found = self._where.get(name)
             if found is None or found.name != shard:
-                raise InputError(f"{index} places tensor '{name}' in {shard}, but it is in {found and found.name}")
+                where = f"it is in {found.name}" if found else "no shard has it"
+                raise InputError(f"{index} places tensor '{name}' in {shard}, but {where}")
 
     @property
     def names(self) -> set[str]:

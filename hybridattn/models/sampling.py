@@ -85,13 +85,17 @@ def argmax(logits: torch.Tensor) -> list[int]:
         indices = values.argmax(axis=1)  # documented: the first one; NaN counts as largest
         top = values[np.arange(len(values)), indices]
     else:
-        most = logits.amax(dim=1, keepdim=True)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        indices = torch.where(logits == most, ids, logits.shape[1]).amin(dim=1).cpu().numpy()
-        top = most[:, 0].float().cpu().numpy()
+        indices, top = (t.cpu().numpy() for t in first_maximum(logits))
     for row in np.flatnonzero(~np.isfinite(top)):
         raise InputError(f"logits of row {row} have the maximum {top[row]}, expected a finite number")
     return [int(i) for i in indices]
+
+
+def first_maximum(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest index of the largest logit of each row, and that logit in float32; for devices without NumPy."""
+    most = logits.amax(dim=1, keepdim=True)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(logits == most, ids, logits.shape[1]).amin(dim=1), most[:, 0].float()
 
 
 def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int:
