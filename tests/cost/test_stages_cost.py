@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
+from hybridattn.core.stages import Batch, Segment
 from hybridattn.cost.catalog import SHAPES, shape
-from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.cost.stages_cost import ModelCost, batch_attention
 
 LLAMA_8B = ModelCost(shape("llama3.1-8b"), "bf16")
 shapes = st.builds(
@@ -76,6 +77,18 @@ def test_copies():
     assert LLAMA_8B.fetch(3).num_bytes == 3 * 32 * 128 * 2
     assert LLAMA_8B.hand_down(10).num_bytes == 10 * 4096
     assert LLAMA_8B.move_request(10).num_bytes == 10 * 131_072
+
+
+class Someone:
+    request_id, token_ids, num_prompt, blocks, tier, params = "r", [], 0, [], "gpu", None
+
+
+def test_attention_of_a_pass_is_that_of_its_segments():
+    decode = Segment(Someone(), "gpu", 99, 1, True, False)
+    chunk = Segment(Someone(), "cpu", 16, 16, False, True)
+    work = batch_attention(LLAMA_8B, Batch((decode, decode, chunk)))
+    expected = LLAMA_8B.attention(2, 200, [(16, 32)])
+    assert (work.flops, work.num_bytes, work.kv_tokens) == (expected.flops, expected.num_bytes, expected.kv_tokens)
 
 
 def test_ops_of_several_kernels():

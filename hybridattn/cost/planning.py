@@ -1,0 +1,226 @@
+"""What fits where, what limits, and which strategy should win: the content of ``hybridattn plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import GPU
+from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.crossover import capacity_gain_bound
+from hybridattn.cost.gains import STRATEGIES, VIEWS, Layout, predict
+from hybridattn.cost.machine import machine
+from hybridattn.cost.profile import Profile, load_profile
+from hybridattn.cost.stages_cost import ModelCost
+
+GPU_FRACTION = 0.9  # of the GPU's memory for weights and KV; the rest is activations, staging and the context
+CPU_FRACTION = 0.8  # of the host's memory for KV; the rest is the system's
+WORTH_IT = 1.02  # a predicted gain below this does not pay for its own complexity
+
+GB, GIB = 10**9, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A predicted gain over GPU-only: with things going badly, as stated, and well (``gains.VIEWS``)."""
+
+    low: float
+    nominal: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.nominal:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer for one machine, model, context and concurrency. Bytes are bytes; rates are decode tokens per second.
+
+    ``gains`` is empty when GPU-only cannot run at all or everything fits; ``throughput`` is then still given.
+    """
+
+    machine: str
+    model: str
+    dtype: str
+    context: int
+    concurrency: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_request: int
+    gpu_kv_bytes: int
+    cpu_kv_bytes: int
+    gpu_requests: int
+    cpu_requests: int
+    waiting_requests: int
+    bottleneck: str
+    reason: str
+    winner: str
+    throughput: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, Range] = field(default_factory=dict)
+    capacity_bound: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """The plan as lines of text."""
+        lines = [
+            f"{self.model} {self.dtype} on {self.machine} (computed from profiles)",
+            f"  asked              {self.concurrency} at a time, {self.context:,} tokens each",
+            f"  weights            {_size(self.weight_bytes)}",
+            f"  KV per token       {self.kv_bytes_per_token:,} B",
+            f"  KV per request     {_size(self.kv_bytes_per_request)}",
+            f"  room for KV        GPU {_size(self.gpu_kv_bytes)}, CPU {_size(self.cpu_kv_bytes)}",
+            f"  requests           {self.gpu_requests} on the GPU tier, {self.cpu_requests} on the CPU tier, "
+            f"{self.waiting_requests} wait",
+            f"  bottleneck         {self.bottleneck}: {self.reason}",
+        ]
+        for name, rate in self.throughput.items():
+            gain = f"  {self.gains[name]} of GPU-only" if name in self.gains else ""
+            lines.append(f"  {name:18} {rate:9,.1f} tokens/s{gain}")
+        if self.capacity_bound is not None:
+            lines.append(f"  CPU help could gain at most {self.capacity_bound:.2f}x, before copies and launches")
+        lines.append(f"  predicted winner   {self.winner}")
+        return "\n".join(lines + [f"  warning: {w}" for w in self.warnings])
+
+
+def plan(
+    gpu: str | Profile,
+    cpu: str | Profile,
+    link: str | Profile,
+    shape: ModelShape,
+    dtype: str,
+    context: int,
+    concurrency: int,
+    kv_dtype: str = "",
+) -> Plan:
+    """Plan ``concurrency`` requests, each holding ``context`` tokens (prompt and output), of a model on a machine.
+
+    Parameters
+    ----------
+    gpu, cpu, link
+        Shipped names, files, or profiles.
+    """
+    if context < 1 or concurrency < 1:
+        raise InputError(f"a plan needs context and concurrency of at least 1, got {context} and {concurrency}")
+    if context > shape.max_model_len:
+        raise InputError(f"context {context} exceeds max_model_len {shape.max_model_len} of {shape.name}")
+    gpu_part, cpu_part, link_part = (p if isinstance(p, Profile) else load_profile(p) for p in (gpu, cpu, link))
+    pricing, cost = machine(gpu_part, cpu_part, link_part), ModelCost(shape, dtype, kv_dtype)
+    per_request = context * cost.kv_token_layer_bytes * shape.num_layers
+    gpu_kv = int(GPU_FRACTION * gpu_part.value("memory")) - cost.weight_bytes
+    cpu_kv = int(CPU_FRACTION * cpu_part.value("memory"))
+    fits = gpu_kv >= 0
+    gpu_rows = min(concurrency, gpu_kv // per_request) if fits else 0
+    cpu_rows = min(concurrency - gpu_rows, cpu_kv // per_request) if fits else 0
+    layout = Layout(cost, pricing, gpu_rows, cpu_rows, context)
+    found = _Findings.of(layout, fits, concurrency)
+    return Plan(
+        machine=pricing.name,
+        model=shape.name,
+        dtype=dtype,
+        context=context,
+        concurrency=concurrency,
+        weight_bytes=cost.weight_bytes,
+        kv_bytes_per_token=cost.kv_token_layer_bytes * shape.num_layers,
+        kv_bytes_per_request=per_request,
+        gpu_kv_bytes=max(0, gpu_kv),
+        cpu_kv_bytes=cpu_kv,
+        gpu_requests=gpu_rows,
+        cpu_requests=cpu_rows,
+        waiting_requests=concurrency - gpu_rows - cpu_rows,
+        bottleneck=found.bottleneck,
+        reason=found.reason,
+        winner=found.winner,
+        throughput=found.throughput,
+        gains=found.gains,
+        capacity_bound=found.capacity_bound,
+        warnings=found.warnings,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """What follows from a layout."""
+
+    bottleneck: str
+    reason: str
+    winner: str
+    throughput: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, Range] = field(default_factory=dict)
+    capacity_bound: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(layout: Layout, fits: bool, concurrency: int) -> _Findings:
+        if not fits:
+            reason = "the weights alone exceed the GPU's memory: use more GPUs, a smaller dtype, or a smaller model"
+            return _Findings("capacity", reason, "none", warnings=("this machine cannot run the model",))
+        if not layout.gpu_rows and not layout.cpu_rows:
+            reason = "no request of this context fits on either tier"
+            return _Findings("capacity", reason, "none", warnings=("shorten the context or add memory",))
+        bottleneck, reason = _bottleneck(layout, concurrency)
+        views = {v.name: predict(layout, v) for v in VIEWS}
+        nominal = views["nominal"]
+        if not layout.cpu_rows:
+            return _Findings(
+                bottleneck,
+                reason,
+                "gpu_only",
+                {"gpu_only": nominal["gpu_only"]},
+                capacity_bound=_capacity_bound(layout),
+                warnings=() if layout.gpu_rows == concurrency else ("no room on the CPU tier: requests will wait",),
+            )
+        names = STRATEGIES if layout.gpu_rows else ("sync_offload", "asymmetric")
+        best = max(names, key=lambda n: nominal[n])
+        rates = {n: nominal[n] for n in (*names, "bound")}
+        if not layout.gpu_rows:
+            text = "no request fits on the GPU tier: only the CPU tier can hold one"
+            return _Findings(bottleneck, reason, best, rates, warnings=(text,))
+        gains = {n: Range(*(views[v.name][n] / nominal["gpu_only"] for v in VIEWS)) for n in rates if n != "gpu_only"}
+        worth = best != "gpu_only" and gains[best].nominal >= WORTH_IT
+        winner = best if worth else "gpu_only"
+        return _Findings(bottleneck, reason, winner, rates, gains, warnings=_warnings(winner, gains))
+
+
+def _warnings(winner: str, gains: Mapping[str, Range]) -> tuple[str, ...]:
+    if winner == "gpu_only":
+        return (f"offload will not pay here: no strategy is predicted to gain {WORTH_IT - 1:.0%}",)
+    if gains[winner].low < WORTH_IT:
+        text = (
+            f"the gain is uncertain: with a slower CPU and exposed launches it is {gains[winner].low:.2f}x; calibrate"
+        )
+        return (text,)
+    return ()
+
+
+def _capacity_bound(layout: Layout) -> float:
+    """Section 1 of ``docs/crossover.md``: what CPU help could add at most when all KV fits."""
+    gpu_token_ns = layout.attention_ns / layout.gpu_rows
+    x = layout.attention_ns / layout.linear_ns(layout.gpu_rows)
+    return capacity_gain_bound(x, layout.cpu_token_ns / gpu_token_ns)
+
+
+def _bottleneck(layout: Layout, concurrency: int) -> tuple[str, str]:
+    """Compute, memory bandwidth, capacity or copy, with the reason in numbers."""
+    rows = max(layout.gpu_rows, 1)
+    one, many = (layout.pricing.work_ns(GPU, layout.cost.linear(n)) for n in (1, rows))
+    if layout.cpu_rows and layout.copy_token_ns > layout.cpu_token_ns:
+        return "copy", (
+            f"the link needs {layout.copy_token_ns / 1e3:.0f} us for a CPU token's q, k, v and output, its attention "
+            f"{layout.cpu_token_ns / 1e3:.0f} us"
+        )
+    if many > 1.5 * one:
+        return "compute", f"{rows} rows take {many / one:.1f} times the linear time of one"
+    if layout.gpu_rows < concurrency:
+        return "capacity", (
+            f"KV of {layout.gpu_rows} of {concurrency} requests fits on the GPU, whose linear stages would take hardly "
+            f"longer for more"
+        )
+    share = layout.attention_ns / layout.pass_ns
+    return "memory bandwidth", f"weights and KV are read for few rows ({share:.0%} of the pass is attention)"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < GB // 10:
+        return f"{num_bytes / 10**6:.1f} MB"
+    return f"{num_bytes / GB:.1f} GB ({num_bytes / GIB:.1f} GiB)"
