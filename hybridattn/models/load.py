@@ -10,7 +10,7 @@ from hybridattn.models.text import Tokenizer
 from hybridattn.models.weights import DecoderWeights, load_weights, random_weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model ready for ``Decoder(config, weights)``. A dummy model has no tokenizer: give it token ids."""
 

@@ -15,7 +15,7 @@ from hybridattn.models.config import DecoderConfig
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LayerWeights:
     """One decoder layer. H = hidden_size, I = intermediate_size, D = head_dim; rows of a matrix are its outputs."""
 
@@ -31,7 +31,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None = None  # [D]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DecoderWeights:
     """All weights, of one dtype on one device. With tied embeddings ``head`` is ``embed`` itself."""
 
@@ -39,6 +39,9 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [H]
     head: torch.Tensor  # [vocab_size, H]
+
+    def __repr__(self) -> str:
+        return f"DecoderWeights({len(self.layers)} layers, {self.dtype}, {self.device}, {self.num_bytes()} bytes)"
 
     @property
     def dtype(self) -> torch.dtype:

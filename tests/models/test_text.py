@@ -1,0 +1,206 @@
+"""Text to ids and back, against transformers and the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from hybridattn.core.errors import InputError
+from hybridattn.models.pieces import byte_alphabet
+from hybridattn.models.text import TextStream, Tokenizer
+
+BOS, EOS = "<s>", "</s>"
+
+
+@pytest.fixture
+def sentencepiece(tmp_path) -> Tokenizer:
+    """A SentencePiece-style tokenizer: letters, U+2581 for a space, and all bytes as fallback."""
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyzAE0<>x"]
+    pieces = ["<unk>", BOS, EOS, *(f"<0x{b:02X}>" for b in range(256)), *letters, "\u2581a"]
+    pieces = list(dict.fromkeys(pieces))
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
+    backend.add_special_tokens([BOS, EOS])
+    return save(tmp_path, backend, {"bos_token": BOS, "eos_token": {"content": EOS}})
+
+
+def save(folder, backend: tokenizers.Tokenizer, settings: dict) -> Tokenizer:
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(folder)
+
+
+def bytes_tokenizer(folder, template: bool, **settings) -> Tokenizer:
+    """Byte-level, one token per byte, with control tokens."""
+    vocab = {c: i for i, c in enumerate([*byte_alphabet(), BOS, EOS])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if template:
+        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
+    backend.add_special_tokens([BOS, EOS])
+    return save(folder, backend, {"bos_token": BOS, "eos_token": EOS, **settings})
+
+
+def test_ids_of_every_prompt_equal_transformers(real_model, prompts):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(real_model.source.folder)
+    for prompt in prompts.values():
+        ids = real_model.tokenizer.encode(prompt["text"])
+        assert ids == theirs(prompt["text"])["input_ids"]
+        assert len(ids) == prompt["num_tokens"]
+        assert real_model.tokenizer.decode(ids, skip_special_tokens=False) == prompt["text"]
+        continuation = prompt["token_ids"]
+        assert real_model.tokenizer.decode(continuation) == theirs.decode(continuation, skip_special_tokens=True)
+
+
+@given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 300), max_size=30), skip=st.booleans())
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_decoding_any_ids_equals_the_library_and_the_stream(real_model, ids, skip):
+    expected = real_model.tokenizer._backend.decode(ids, skip_special_tokens=skip)
+    assert real_model.tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    stream = TextStream(real_model.tokenizer.pieces, skip_special_tokens=skip)
+    assert "".join(map(stream.push, ids)) + stream.finish() == expected
+
+
+@given(text=st.text(max_size=40))
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_survives_the_round_trip(real_model, text):
+    """Any but text with bytes that the vocabulary lacks, as that of SmolLM2 does some lead bytes of unused planes."""
+    tokenizer = real_model.tokenizer
+    lacking = {byte for piece, byte in byte_alphabet().items() if tokenizer._backend.token_to_id(piece) is None}
+    assume(lacking.isdisjoint(text.encode()))
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_chat_template_equals_transformers(real_model):
+    from transformers import AutoTokenizer
+
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1+1"},
+    ]
+    theirs = AutoTokenizer.from_pretrained(real_model.source.folder)
+    for prompted in (True, False):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompted, tokenize=False)
+        assert real_model.tokenizer.apply_chat_template(messages, prompted) == expected
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert real_model.tokenizer.encode(real_model.tokenizer.apply_chat_template(messages)) == ids
+
+
+def test_T05_a_model_without_add_bos_gets_none_and_its_template_one(real_model):
+    tokenizer = real_model.tokenizer
+    assert tokenizer.prefix_ids == ()
+    assert tokenizer.bos_id not in tokenizer.encode("The capital")
+    ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]))
+    assert ids[0] == tokenizer.bos_id and ids[1] != tokenizer.bos_id
+
+
+@pytest.mark.parametrize("by", ["template", "setting"])
+def test_T05_exactly_one_bos_where_one_is_due(by, tmp_path):
+    tokenizer = bytes_tokenizer(tmp_path, by == "template", **({"add_bos_token": True} if by == "setting" else {}))
+    bos = tokenizer.bos_id
+    assert tokenizer.encode("ab")[0] == bos and tokenizer.encode("ab").count(bos) == 1
+    assert tokenizer.encode(BOS + "ab") == tokenizer.encode("ab")
+    assert tokenizer.encode(f"{BOS}ab{EOS}cd").count(bos) == 1  # a second turn
+    assert tokenizer.encode("") == [bos]
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": False}])
+def test_T05_no_bos_where_none_is_due(settings, tmp_path):
+    tokenizer = bytes_tokenizer(tmp_path, template=bool(settings), **settings)
+    assert tokenizer.bos_id not in tokenizer.encode("ab")
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode(BOS + "ab").count(tokenizer.bos_id) == 1
+
+
+def test_sentencepiece_ids_and_text_equal_the_library(sentencepiece):
+    for text in ("a bc", "hi", " two  spaces ", "äöü 깰 🙂", "<0xEA>", ""):
+        ids = sentencepiece.encode(text)
+        assert ids == sentencepiece._backend.encode(text).ids
+        assert sentencepiece.decode(ids) == sentencepiece._backend.decode(ids) == text
+
+
+def test_T03_byte_pieces_become_characters(sentencepiece):
+    ids = [sentencepiece._backend.token_to_id(p) for p in ("<0xEA>", "<0xB9>", "<0xB0>")]
+    stream = TextStream(sentencepiece.pieces)
+    assert [stream.push(i) for i in ids] == ["", "", "깰"]
+    assert sentencepiece.decode(ids) == "깰"
+
+
+def test_T03_bytes_that_are_no_text_become_one_replacement_per_ill_formed_part(sentencepiece):
+    to_id = sentencepiece._backend.token_to_id
+    invalid = [to_id(f"<0x{b:02X}>") for b in (0xEA, 0xB9, 0x41, 0xFF, 0xB0)]
+    assert sentencepiece.decode(invalid) == "\ufffdA\ufffd\ufffd"
+    cut = [to_id("a"), to_id("<0xEA>"), to_id("<0xB9>")]
+    stream = TextStream(sentencepiece.pieces)
+    assert [stream.push(i) for i in cut] == ["a", "", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_T03_typed_byte_names_stay_text(sentencepiece):
+    ids = sentencepiece.encode("<0xEA>")
+    assert len(ids) > 6  # BOS, the space mark and six letters
+    assert sentencepiece.decode(ids) == "<0xEA>"
+
+
+def test_a_stream_keeps_the_space_that_a_text_would_lose(sentencepiece):
+    """The stream goes on a prompt: its first space is text."""
+    (a,) = [i for i in sentencepiece.encode("a") if i != sentencepiece.bos_id]
+    assert sentencepiece.decode([a]) == "a"
+    assert TextStream(sentencepiece.pieces).push(a) == " a"
+
+
+def test_settings_may_name_a_token_as_an_object(sentencepiece):
+    assert sentencepiece.eos_id == 2
+    assert sentencepiece.vocab_size > 256
+
+
+def test_what_cannot_be_used_is_refused(real_model, sentencepiece, tmp_path):
+    with pytest.raises(InputError, match="text must be a string, got int"):
+        real_model.tokenizer.encode(7)
+    with pytest.raises(InputError, match="token id 49152 is not in the vocabulary"):
+        real_model.tokenizer.decode([49152])
+    with pytest.raises(InputError, match="token id -1 is not in the vocabulary"):
+        real_model.tokenizer.decode([-1])
+    with pytest.raises(InputError, match="has no chat template"):
+        sentencepiece.apply_chat_template([])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match=r"has no tokenizer\.json"):
+        Tokenizer(empty)
+    (empty / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="is not a readable tokenizer"):
+        Tokenizer(empty)
+
+
+def test_a_decoder_of_another_family_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(InputError, match="decoder .*WordPiece.* is not supported"):
+        save(tmp_path, backend, {})
+
+
+def test_a_template_that_refuses_says_so(tmp_path):
+    template = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer = bytes_tokenizer(tmp_path, template=True, chat_template=template)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == BOS + "x"
+    with pytest.raises(InputError, match="do not fit the chat template: no tools"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
