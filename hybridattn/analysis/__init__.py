@@ -1,1 +1,1 @@
-
+"""Rows and traces in; tables and figures out."""

@@ -84,7 +84,7 @@ class Executor:
             self._hand_down(layer, batch, made)
             pulled = self._pull(layer, batch, attended)
             attended = self.device.submit(self.stages.attention(layer, batch), pulled)
-            joined = [c for c in self.cohorts if c.layer == layer and self._ask(c, layer, batch)]
+            joined = [c for c in self.cohorts if c.layer == layer and self._ask(c, layer, batch, made)]
             made = self._submit_linear(layer, batch, joined)
             self._detours(layer, batch)
             self._bound_run_ahead(made)
@@ -117,8 +117,14 @@ class Executor:
             raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
         return False
 
-    def _ask(self, cohort: Cohort, layer: int, batch: Batch) -> bool:
-        """True when the cohort enters the linear stage of ``layer`` together with the GPU rows."""
+    def _ask(self, cohort: Cohort, layer: int, batch: Batch, made: Ticket) -> bool:
+        """True when the cohort enters the linear stage of ``layer`` together with the GPU rows.
+
+        If it is not ready yet, the poll is put off until the GPU has come to its attention of this layer (``made`` has
+        ended): the driver then is less than a layer ahead, and the GPU still has that attention to do meanwhile.
+        """
+        if not _ticket(cohort).done():
+            made.wait(self._timeout_ns)
         ready = self._poll(cohort)
         verb = self.policy.ask(self._view(cohort, ready), self._where(layer, batch))
         if verb is Verb.SKIP:

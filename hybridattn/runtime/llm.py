@@ -134,7 +134,7 @@ class LLM:
         DeviceError
             A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more.
         """
-        call = Call(self.engine, self._new_text, *self._checked(prompts, params))
+        call = self.start(prompts, params)
         for _ in call.pieces():
             pass
         return call.outputs()
@@ -145,7 +145,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Piece]:
         """Like :meth:`generate`, but yields each token as it comes. Closing the iterator aborts what is left."""
-        return Call(self.engine, self._new_text, *self._checked(prompts, params)).pieces()
+        return self.start(prompts, params).pieces()
+
+    def start(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Call:
+        """Queue prompts; the call streams with ``pieces()`` and then has ``outputs()``."""
+        return Call(self.engine, self._new_text, *self._checked(prompts, params))
 
     def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
         """Encoded prompts and one SamplingParams for each."""

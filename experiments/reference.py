@@ -1,0 +1,56 @@
+"""Greedy decoding by transformers itself: what token ids are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+from transformers.generation.streamers import BaseStreamer
+
+from hybridattn.core.errors import InputError
+from hybridattn.models.load import load
+from hybridattn.models.locate import resolve
+
+
+class _Counter(BaseStreamer):
+    """Reports each new token; the first call carries the prompt."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self._advance(value.numel())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def greedy_reference(
+    model: str, prompts: Sequence[str], max_tokens: int, advance: Callable[[int], None] = lambda n: None
+) -> list[list[int]]:
+    """New token ids of each prompt, decoded alone in fp32 (end-of-sequence token included, as everywhere)."""
+    source = resolve(model)
+    if source.folder is None:
+        raise InputError(f"model '{model}' has random weights and no tokenizer: there is no reference text")
+    tokenizer = load(model).tokenizer
+    assert tokenizer is not None
+    logging.disable_progress_bar()
+    reference = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_id,
+            streamer=_Counter(advance),
+        )
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
