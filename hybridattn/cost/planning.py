@@ -34,11 +34,24 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer for one machine, model, context and concurrency. Bytes are bytes; rates are decode tokens per second.
+class Verdict:
+    """What limits, and what to run. Rates are decode tokens per second.
 
-    ``gains`` is empty when GPU-only cannot run at all or everything fits; ``throughput`` is then still given.
+    ``gains`` over GPU-only are there when both tiers hold requests, ``capacity_bound`` when the CPU tier holds none.
     """
+
+    bottleneck: str
+    reason: str
+    winner: str
+    throughput: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, Range] = field(default_factory=dict)
+    capacity_bound: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What fits where, for one machine, model, context and concurrency, and the verdict."""
 
     machine: str
     model: str
@@ -53,16 +66,11 @@ class Plan:
     gpu_requests: int
     cpu_requests: int
     waiting_requests: int
-    bottleneck: str
-    reason: str
-    winner: str
-    throughput: Mapping[str, float] = field(default_factory=dict)
-    gains: Mapping[str, Range] = field(default_factory=dict)
-    capacity_bound: float | None = None
-    warnings: tuple[str, ...] = ()
+    verdict: Verdict
 
     def describe(self) -> str:
         """The plan as lines of text."""
+        found = self.verdict
         lines = [
             f"{self.model} {self.dtype} on {self.machine} (computed from profiles)",
             f"  asked              {self.concurrency} at a time, {self.context:,} tokens each",
@@ -72,15 +80,15 @@ class Plan:
             f"  room for KV        GPU {_size(self.gpu_kv_bytes)}, CPU {_size(self.cpu_kv_bytes)}",
             f"  requests           {self.gpu_requests} on the GPU tier, {self.cpu_requests} on the CPU tier, "
             f"{self.waiting_requests} wait",
-            f"  bottleneck         {self.bottleneck}: {self.reason}",
+            f"  bottleneck         {found.bottleneck}: {found.reason}",
         ]
-        for name, rate in self.throughput.items():
-            gain = f"  {self.gains[name]} of GPU-only" if name in self.gains else ""
+        for name, rate in found.throughput.items():
+            gain = f"  {found.gains[name]} of GPU-only" if name in found.gains else ""
             lines.append(f"  {name:18} {rate:9,.1f} tokens/s{gain}")
-        if self.capacity_bound is not None:
-            lines.append(f"  CPU help could gain at most {self.capacity_bound:.2f}x, before copies and launches")
-        lines.append(f"  predicted winner   {self.winner}")
-        return "\n".join(lines + [f"  warning: {w}" for w in self.warnings])
+        if found.capacity_bound is not None:
+            lines.append(f"  CPU help could gain at most {found.capacity_bound:.2f}x, before copies and launches")
+        lines.append(f"  predicted winner   {found.winner}")
+        return "\n".join(lines + [f"  warning: {w}" for w in found.warnings])
 
 
 def plan(
@@ -113,7 +121,6 @@ def plan(
     gpu_rows = min(concurrency, gpu_kv // per_request) if fits else 0
     cpu_rows = min(concurrency - gpu_rows, cpu_kv // per_request) if fits else 0
     layout = Layout(cost, pricing, gpu_rows, cpu_rows, context)
-    found = _Findings.of(layout, fits, concurrency)
     return Plan(
         machine=pricing.name,
         model=shape.name,
@@ -128,58 +135,34 @@ def plan(
         gpu_requests=gpu_rows,
         cpu_requests=cpu_rows,
         waiting_requests=concurrency - gpu_rows - cpu_rows,
-        bottleneck=found.bottleneck,
-        reason=found.reason,
-        winner=found.winner,
-        throughput=found.throughput,
-        gains=found.gains,
-        capacity_bound=found.capacity_bound,
-        warnings=found.warnings,
+        verdict=judge(layout, fits, concurrency),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Findings:
+def judge(layout: Layout, weights_fit: bool, concurrency: int) -> Verdict:
     """What follows from a layout."""
-
-    bottleneck: str
-    reason: str
-    winner: str
-    throughput: Mapping[str, float] = field(default_factory=dict)
-    gains: Mapping[str, Range] = field(default_factory=dict)
-    capacity_bound: float | None = None
-    warnings: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(layout: Layout, fits: bool, concurrency: int) -> _Findings:
-        if not fits:
-            reason = "the weights alone exceed the GPU's memory: use more GPUs, a smaller dtype, or a smaller model"
-            return _Findings("capacity", reason, "none", warnings=("this machine cannot run the model",))
-        if not layout.gpu_rows and not layout.cpu_rows:
-            reason = "no request of this context fits on either tier"
-            return _Findings("capacity", reason, "none", warnings=("shorten the context or add memory",))
-        bottleneck, reason = _bottleneck(layout, concurrency)
-        views = {v.name: predict(layout, v) for v in VIEWS}
-        nominal = views["nominal"]
-        if not layout.cpu_rows:
-            return _Findings(
-                bottleneck,
-                reason,
-                "gpu_only",
-                {"gpu_only": nominal["gpu_only"]},
-                capacity_bound=_capacity_bound(layout),
-                warnings=() if layout.gpu_rows == concurrency else ("no room on the CPU tier: requests will wait",),
-            )
-        names = STRATEGIES if layout.gpu_rows else ("sync_offload", "asymmetric")
-        best = max(names, key=lambda n: nominal[n])
-        rates = {n: nominal[n] for n in (*names, "bound")}
-        if not layout.gpu_rows:
-            text = "no request fits on the GPU tier: only the CPU tier can hold one"
-            return _Findings(bottleneck, reason, best, rates, warnings=(text,))
-        gains = {n: Range(*(views[v.name][n] / nominal["gpu_only"] for v in VIEWS)) for n in rates if n != "gpu_only"}
-        worth = best != "gpu_only" and gains[best].nominal >= WORTH_IT
-        winner = best if worth else "gpu_only"
-        return _Findings(bottleneck, reason, winner, rates, gains, warnings=_warnings(winner, gains))
+    if not weights_fit:
+        reason = "the weights alone exceed the GPU's memory: use more GPUs, a smaller dtype, or a smaller model"
+        return Verdict("capacity", reason, "none", warnings=("this machine cannot run the model",))
+    if not layout.gpu_rows and not layout.cpu_rows:
+        reason = "no request of this context fits on either tier"
+        return Verdict("capacity", reason, "none", warnings=("shorten the context or add memory",))
+    bottleneck, reason = _bottleneck(layout, concurrency)
+    views = {v.name: predict(layout, v) for v in VIEWS}
+    nominal = views["nominal"]
+    if not layout.cpu_rows:
+        rates = {"gpu_only": nominal["gpu_only"]}
+        warnings = () if layout.gpu_rows == concurrency else ("no room on the CPU tier: requests will wait",)
+        return Verdict(bottleneck, reason, "gpu_only", rates, {}, _capacity_bound(layout), warnings)
+    names = STRATEGIES if layout.gpu_rows else ("sync_offload", "asymmetric")
+    best = max(names, key=lambda n: nominal[n])
+    rates = {n: nominal[n] for n in (*names, "bound")}
+    if not layout.gpu_rows:
+        text = "no request fits on the GPU tier: only the CPU tier can hold one"
+        return Verdict(bottleneck, reason, best, rates, warnings=(text,))
+    gains = {n: Range(*(views[v.name][n] / nominal["gpu_only"] for v in VIEWS)) for n in rates if n != "gpu_only"}
+    winner = best if best != "gpu_only" and gains[best].nominal >= WORTH_IT else "gpu_only"
+    return Verdict(bottleneck, reason, winner, rates, gains, warnings=_warnings(winner, gains))
 
 
 def _warnings(winner: str, gains: Mapping[str, Range]) -> tuple[str, ...]:

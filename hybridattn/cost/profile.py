@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.roofline import Efficiency
-from hybridattn.cost.table import Sample
+from hybridattn.cost.table import Sample, held_out_error
 
 ROLES = ("gpu", "cpu", "link", "machine")
 SOURCES = ("datasheet", "fitted", "measured")
@@ -94,6 +94,44 @@ class Profile:
         data = asdict(self)
         data["efficiency"] = {kind: {**asdict(e), "source": src} for kind, (e, src) in self.efficiency.items()}
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def measured_profile(
+    name: str,
+    fingerprint: str,
+    model: str,
+    dtype: str,
+    samples: Sequence[Sample],
+    axes: Mapping[str, tuple[str, ...]],
+    build: Mapping[str, str],
+    quantities: Mapping[str, Quantity] | None = None,
+) -> Profile:
+    """The profile of a calibrated machine, with the held-out error of each of its tables.
+
+    Parameters
+    ----------
+    axes : mapping of "lane/kind" to table axes
+        Every kind of the samples needs its own.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for s in samples:
+        groups.setdefault(f"{s.lane}/{s.kind}", []).append(s)
+    if set(groups) != set(axes):
+        raise InputError(f"profile {name}: samples of {sorted(groups)}, but axes of {sorted(axes)}")
+    errors = {key: held_out_error(members, axes[key]) for key, members in groups.items()}
+    return Profile(
+        name,
+        "machine",
+        "measured",
+        fingerprint,
+        quantities=quantities or {},
+        samples=tuple(samples),
+        axes=axes,
+        held_out_error={key: error for key, error in errors.items() if error is not None},
+        model=model,
+        dtype=dtype,
+        build=build,
+    )
 
 
 def from_json(text: str, where: str = "profile") -> Profile:

@@ -96,17 +96,18 @@ class Table:
         key = self._key(work)
         price = self._cache.get(key)
         if price is None:
-            price = self._interpolate(key)
+            price = self.price_ns_at(key)
             if len(self._cache) < _CACHE_LIMIT:
                 self._cache[key] = price
         return price
 
-    def _interpolate(self, key: tuple[float, ...]) -> int:
+    def price_ns_at(self, key: tuple[float, ...]) -> int:
+        """Interpolated time at the coordinates ``key``, one per axis [ns]."""
         for axis, points, value in zip(self.axes, self.points, key, strict=True):
             if not points[0] <= value <= points[-1] and not self._warned:
                 self._warned.append(True)
                 text = f"{axis} {value:g} lies outside the measured {points[0]:g} to {points[-1]:g}: extrapolated"
-                warnings.warn(text, ExtrapolationWarning, stacklevel=4)
+                warnings.warn(text, ExtrapolationWarning, stacklevel=3)
         cells = [_cell(points, value) for points, value in zip(self.points, key, strict=True)]
         i, t = cells[0]
         if len(cells) == 1:
@@ -161,19 +162,31 @@ def table_from_samples(samples: Iterable[Sample], axes: tuple[str, ...]) -> Tabl
 
 
 def held_out_error(samples: Iterable[Sample], axes: tuple[str, ...]) -> float | None:
-    """Mean relative error of predicting each inner sample point of a one-axis table from the others.
+    """Mean relative error of predicting the inner grid lines of a table, each from the table without it.
 
-    ``None`` with fewer than three points: nothing can be left out without extrapolating.
+    ``None`` when no axis has three points: nothing can be left out without extrapolating.
     """
-    if len(axes) != 1:
-        raise InputError(f"held-out error is for one axis, got {axes}")
-    found = list(samples)
-    whole = table_from_samples(found, axes)
-    points, prices = whole.points[0], whole.prices_ns
-    if len(points) < 3:
-        return None
+    whole = table_from_samples(samples, axes)
     errors = []
-    for i in range(1, len(points) - 1):
-        rest = Table(axes, (points[:i] + points[i + 1 :],), prices[:i] + prices[i + 1 :])
-        errors.append(abs(rest._interpolate((points[i],)) - prices[i]) / prices[i])
-    return sum(errors) / len(errors)
+    for n, points in enumerate(whole.points):
+        for i in range(1, len(points) - 1):
+            rest, left_out = _without(whole, n, i)
+            errors += [abs(rest.price_ns_at(key) - price) / price for key, price in left_out if price > 0]
+    return sum(errors) / len(errors) if errors else None
+
+
+def _without(table: Table, axis: int, i: int) -> tuple[Table, list[tuple[tuple[float, ...], float]]]:
+    """``table`` without point ``i`` of ``axis``, and the coordinates and prices that this leaves out."""
+    points = tuple(p[:i] + p[i + 1 :] if n == axis else p for n, p in enumerate(table.points))
+    at = table.points[axis][i]
+    left_out: list[tuple[tuple[float, ...], float]]
+    if axis == 1:
+        prices = tuple(row[:i] + row[i + 1 :] for row in table.prices_ns)
+        left_out = [((a, at), row[i]) for a, row in zip(table.points[0], table.prices_ns, strict=True)]
+        return Table(table.axes, points, prices), left_out
+    prices = table.prices_ns[:i] + table.prices_ns[i + 1 :]
+    if len(table.axes) == 1:
+        left_out = [((at,), table.prices_ns[i])]
+    else:
+        left_out = [((at, b), price) for b, price in zip(table.points[1], table.prices_ns[i], strict=True)]
+    return Table(table.axes, points, prices), left_out

@@ -124,6 +124,11 @@ def test_held_out_error_predicts_each_inner_point_from_the_others():
     bent = [sample(1, 100), sample(2, 250), sample(3, 300)]
     assert held_out_error(bent, ("rows",)) == pytest.approx(50 / 250)
     assert held_out_error(bent[:2], ("rows",)) is None
+    # Two axes: the product of rows and context is bilinear, so every grid line follows from its neighbours.
+    grid = [sample(r, r * c, r * c) for r in (1, 2, 7) for c in (10, 30, 90)]
+    assert held_out_error(grid, ("rows", "kv_per_row")) == pytest.approx(0)
+    grid[4] = sample(2, 2 * 60, 2 * 30)  # the point in the middle: twice what its neighbours say
+    assert held_out_error(grid, ("rows", "kv_per_row")) > 0.05
 
 
 def test_correction_converges_and_believes_no_absurd_measurement():

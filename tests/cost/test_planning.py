@@ -27,31 +27,35 @@ def test_the_textbook_check_of_a_70b_model():
     assert found.kv_bytes_per_token == 327_680
     text = found.describe()
     assert "weights            141.1 GB" in text and "KV per request     42.9 GB (40.0 GiB)" in text
-    assert (found.bottleneck, found.winner) == ("capacity", "none")
+    assert (found.verdict.bottleneck, found.verdict.winner) == ("capacity", "none")
     assert "weights alone exceed the GPU's memory" in text
 
 
 def test_when_all_fits_gpu_only_wins_and_the_bound_is_told():
     found = plan(*A100, shape("llama3.1-8b"), "fp16", context=1000, concurrency=64)
     assert (found.gpu_requests, found.cpu_requests, found.waiting_requests) == (64, 0, 0)
-    assert found.winner == "gpu_only" and not found.gains
-    assert 1 < found.capacity_bound < 1.05
-    assert found.bottleneck == "memory bandwidth"
+    assert found.verdict.winner == "gpu_only" and not found.verdict.gains
+    assert 1 < found.verdict.capacity_bound < 1.05
+    assert found.verdict.bottleneck == "memory bandwidth"
 
 
 def test_a_small_gpu_beside_a_big_host_gains():
     found = plan(*T4, shape("llama2-7b"), "fp16", context=420, concurrency=64)
-    assert found.bottleneck == "capacity" and found.gpu_requests == 4
+    assert found.verdict.bottleneck == "capacity" and found.gpu_requests == 4
     assert found.gpu_requests + found.cpu_requests + found.waiting_requests == 64
-    assert found.winner == "asymmetric" and found.gains["asymmetric"].nominal > 2
-    assert found.gains["asymmetric"].low <= found.gains["asymmetric"].nominal <= found.gains["asymmetric"].high
+    assert found.verdict.winner == "asymmetric" and found.verdict.gains["asymmetric"].nominal > 2
+    assert (
+        found.verdict.gains["asymmetric"].low
+        <= found.verdict.gains["asymmetric"].nominal
+        <= found.verdict.gains["asymmetric"].high
+    )
 
 
 def test_offload_that_will_not_pay_is_said_so():
     # A tenth of the CPU's memory bandwidth: its attention is worth nothing beside an A10G.
     found = plan("a10g", slow("epyc-7r32-4c", 0.1), "pcie4-x16", shape("llama3.1-8b"), "fp16", 4000, 20)
-    assert found.winner == "gpu_only"
-    assert max(g.nominal for n, g in found.gains.items() if n != "bound") < WORTH_IT
+    assert found.verdict.winner == "gpu_only"
+    assert max(g.nominal for n, g in found.verdict.gains.items() if n != "bound") < WORTH_IT
     assert "offload will not pay here" in found.describe()
 
 
@@ -64,14 +68,14 @@ def slow(name, factor):
 def test_a_context_that_only_the_cpu_tier_can_hold():
     found = plan(*T4, shape("llama2-7b"), "fp16", context=4096, concurrency=8)
     assert (found.gpu_requests, found.cpu_requests) == (0, 8)
-    assert found.throughput["asymmetric"] > 0 and "gpu_only" not in found.throughput
+    assert found.verdict.throughput["asymmetric"] > 0 and "gpu_only" not in found.verdict.throughput
     assert "only the CPU tier can hold one" in found.describe()
 
 
 def test_many_short_requests_are_bound_by_compute_and_a_thin_link_by_copies():
-    assert plan(*A100, shape("llama3.1-8b"), "fp16", 100, 2000).bottleneck == "compute"
+    assert plan(*A100, shape("llama3.1-8b"), "fp16", 100, 2000).verdict.bottleneck == "compute"
     thin = slow("pcie3-x16", 0.001)
-    assert plan("t4", "xeon-8259cl-8c", thin, shape("llama2-7b"), "fp16", 420, 64).bottleneck == "copy"
+    assert plan("t4", "xeon-8259cl-8c", thin, shape("llama2-7b"), "fp16", 420, 64).verdict.bottleneck == "copy"
 
 
 def ideal(linear_ns, gpu_attention_ns, cpu_attention_ns):

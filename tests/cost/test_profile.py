@@ -16,6 +16,7 @@ from hybridattn.cost.profile import (
     check_machine,
     from_json,
     load_profile,
+    measured_profile,
     save_profile,
     shipped_names,
 )
@@ -122,6 +123,18 @@ def test_a_measured_profile_of_another_machine_model_or_dtype_is_refused():
     with pytest.raises(InputError, match="measured with smollm2-135m bf16, not llama2-7b bf16"):
         measured_machine(MEASURED, "llama2-7b", "bf16", "EPYC-2c-0011")
     check_machine(load_profile("t4"), "anything")  # datasheets belong to no machine
+
+
+def test_a_calibration_becomes_a_profile_with_its_held_out_errors():
+    linear = [Sample(GPU, "linear", r, 0, 0.0, 0, 100 * r) for r in (1, 2, 4, 4)]
+    copies = [Sample(D2H, "copy", 1, 0, 0.0, n, n) for n in (64, 4096)]
+    axes = {"gpu.compute/linear": ("rows",), "gpu.d2h/copy": ("num_bytes",)}
+    made = measured_profile("here", "f", "m", "bf16", linear + copies, axes, {"python": "3.11"})
+    assert made.held_out_error == {"gpu.compute/linear": pytest.approx(0)}  # two points allow none to be left out
+    assert from_json(made.to_json()) == made
+    assert measured_machine(made, "m", "bf16", "f").price_ns(Op("x", GPU, Work("linear", 0, 0, 3))) == 300
+    with pytest.raises(InputError, match="samples of \\['gpu.compute/linear', 'gpu.d2h/copy'\\], but axes of"):
+        measured_profile("here", "f", "m", "bf16", linear + copies, {"gpu.compute/linear": ("rows",)}, {})
 
 
 @pytest.mark.parametrize(
