@@ -49,6 +49,8 @@ def test_a_seed_fixes_the_workload_and_each_part_has_its_own_stream():
     faster = make(Gamma(30, 0.5))
     lengths = [(i.prompt_tokens, i.output_tokens) for i in make(Poisson(3)).items]
     assert [(i.prompt_tokens, i.output_tokens) for i in faster.items] == lengths
+    same = synthetic(40, AllAtOnce(), Uniform(100, 0.5), Uniform(100, 0.5)).items
+    assert any(i.prompt_tokens != i.output_tokens for i in same)
     assert make(Poisson(3)).rate_per_s == pytest.approx(3, rel=0.5)
     assert make(AllAtOnce()).rate_per_s is None and "all at once" in make(AllAtOnce()).describe()
     assert "closed loop of 4" in make(ClosedLoop(4)).describe()
@@ -101,6 +103,9 @@ def test_a_closed_loop_by_hand():
     workload = synthetic(4, ClosedLoop(2, think_ns=5), Fixed(1), Fixed(1))
     times, peak = run(workload, lambda i: (10, 30, 10, 10)[i])
     assert times == {0: (0, 10), 1: (0, 30), 2: (15, 25), 3: (30, 40)} and peak == 2
+    # A free slot brings no request before its own time.
+    late = Workload("late", (WorkItem(0, 1, 1), WorkItem(70, 1, 1)), concurrency=1)
+    assert run(late, lambda i: 10)[0] == {0: (0, 10), 1: (70, 80)}
 
 
 def test_a_session_resumes_after_its_pause_with_its_history():
