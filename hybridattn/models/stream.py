@@ -11,8 +11,8 @@ class TextStream:
     """Incremental text of one request.
 
     What ``push`` and ``finish`` return, joined, is the text of all tokens up to the stop string, which is not part of
-    it. The tokens continue a prompt, so a space at their start is kept. Cutting the same text into other tokens gives the same result: the stop string that is complete first wins, of
-    two that end together the longer one.
+    it. The tokens continue a prompt, so a space at their start is kept. Cutting the same text into other tokens gives
+    the same result: the stop string that is complete first wins, of two that end together the longer one.
 
     Control tokens take part in stop strings by their spelling (``<|im_end|>``) even when they are left out of the text.
     Time per token depends on the length of the stop strings, not on the text so far.

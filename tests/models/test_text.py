@@ -78,7 +78,7 @@ def test_decoding_any_ids_equals_the_library_and_the_stream(real_model, ids, ski
 @given(text=st.text(max_size=40))
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_survives_the_round_trip(real_model, text):
-    """Any but text with bytes that the vocabulary lacks, as that of SmolLM2 does some lead bytes of unused planes."""
+    """Any but text with bytes that the vocabulary lacks, as that of SmolLM2 lacks some control characters."""
     tokenizer = real_model.tokenizer
     lacking = {byte for piece, byte in byte_alphabet().items() if tokenizer._backend.token_to_id(piece) is None}
     assume(lacking.isdisjoint(text.encode()))

@@ -1,0 +1,293 @@
+"""GGUF files: order of rows, metadata that must not be guessed, and the cache of converted folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from hybridattn.core.errors import InputError
+from hybridattn.models.config import RopeConfig, read_config
+from hybridattn.models.convert import cache_dir, converted
+from hybridattn.models.gguf_facts import PRE_TOKENIZERS
+from hybridattn.models.pieces import byte_alphabet
+from hybridattn.models.rope import inverse_frequencies
+from hybridattn.models.text import Tokenizer
+from hybridattn.models.weights import DecoderWeights, load_weights
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+TOKENS = ["<|end|>", "<|start|>", *byte_alphabet(), "he", "hel", *(f"<unused{i}>" for i in range(40))]
+MERGES = ["h e", "he l"]
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HYBRIDATTN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """q and k rows in the order of llama.cpp's ``llama`` architecture: the two halves of a head alternate."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture
+def write_gguf(tiny_model, tmp_path) -> Callable[..., tuple[Any, Path, Path]]:
+    """Writes a tiny model twice: a transformers folder and a GGUF. ``meta`` changes metadata, None removes it."""
+
+    def write(architecture: str = "llama", rope_freqs: np.ndarray | None = None, **meta: Any) -> tuple[Any, Path, Path]:
+        model, folder = tiny_model(architecture, **SIZES)
+        path = tmp_path / "tiny.gguf"
+        writer = gguf.GGUFWriter(path, meta.pop("declared", architecture))
+        _metadata(writer, architecture, meta)
+        for name, tensor in model.state_dict().items():
+            _add_tensor(writer, architecture, name, tensor.numpy())
+        if rope_freqs is not None:
+            writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return model, folder, path
+
+    return write
+
+
+def _metadata(writer: gguf.GGUFWriter, architecture: str, changes: dict[str, Any]) -> None:
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_block_count(3)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(80)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(changes.get("theta", 10000.0))
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(300)
+    writer.add_tokenizer_model("gpt2")
+    if changes.get("pre", "smollm") is not None:
+        writer.add_tokenizer_pre(changes.get("pre", "smollm"))
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
+    if changes.get("merges", True):
+        writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+    for key in ("rope.scaling.type", "rope.scaling.factor", "attention.sliding_window"):
+        if key in changes:
+            value = changes[key]
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(f"{architecture}.{key}", value)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, architecture: str, name: str, value: np.ndarray) -> None:
+    plain = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem, kind = name.rsplit(".", 1)
+    if stem in plain:
+        writer.add_tensor(f"{plain[stem]}.{kind}", value)
+        return
+    _, _, layer, part = stem.split(".", 3)
+    if architecture == "llama" and part.endswith(("q_proj", "k_proj")):
+        value = interleaved(value, 4 if part.endswith("q_proj") else 2)
+    writer.add_tensor(f"blk.{layer}.{NAMES[part]}.{kind}", np.ascontiguousarray(value))
+
+
+def weights_of(folder: Path) -> DecoderWeights:
+    return load_weights(folder, read_config(folder))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_L01_rows_of_q_and_k_are_put_back_in_order(architecture, write_gguf):
+    """``llama`` files hold them interleaved, ``qwen2`` files do not; k has fewer heads than q."""
+    _, folder, path = write_gguf(architecture)
+    ours, theirs = weights_of(converted(path)), weights_of(folder)
+    assert torch.equal(ours.embed, theirs.embed) and torch.equal(ours.head, theirs.head)
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(a.qkv, b.qkv) and torch.equal(a.o, b.o)
+        assert torch.equal(a.gate_up, b.gate_up) and torch.equal(a.down, b.down)
+        assert torch.equal(a.input_norm, b.input_norm)
+        if architecture == "qwen2":
+            assert a.qkv_bias is not None and torch.equal(a.qkv_bias, b.qkv_bias)
+    assert read_config(converted(path)).rope == read_config(folder).rope
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
+        ({"pre": "mystery"}, r"tokenizer\.ggml\.pre 'mystery' is unknown; known: gpt-2, llama-bpe, qwen2, smollm"),
+        ({"merges": False}, r"tokenizer\.ggml\.merges is missing"),
+        ({"declared": "mamba"}, "architecture 'mamba' is not supported; known: llama, phi3, qwen2, qwen3"),
+        ({"rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"attention.sliding_window": 16}, "sliding window in a GGUF is not supported"),
+        ({"rope_freqs": np.array([1.0, 2.0, 3.0, 8.0])}, "rope_freqs.weight is not the llama3 scaling"),
+    ],
+    ids=str,
+)
+def test_L03_what_would_have_to_be_guessed_is_refused_and_leaves_nothing(change, message, write_gguf, own_cache):
+    _, _, path = write_gguf(**change)
+    with pytest.raises(InputError, match=message):
+        converted(path)
+    assert list(own_cache.iterdir()) == []
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+    path = tmp_path / "text.gguf"
+    path.write_text("no model")
+    with pytest.raises(InputError, match=r"text\.gguf is not a readable GGUF file"):
+        converted(path)
+
+
+def test_L03_the_pre_tokenizer_is_the_one_of_the_tag(write_gguf):
+    _, _, path = write_gguf(pre="smollm")
+    folder = converted(path)
+    assert json.loads((folder / "tokenizer.json").read_text())["pre_tokenizer"] == PRE_TOKENIZERS["smollm"]
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("hello 12"), skip_special_tokens=False) == "hello 12"
+    assert tokenizer.encode("hello")[:1] == [TOKENS.index("hel")]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.prefix_ids) == (1, 0, ())
+
+
+def test_L03_pre_tokenizers_cut_text_as_their_models_do():
+    import tokenizers
+
+    def cut(tag: str, text: str) -> list[str]:
+        content = json.dumps(
+            {"version": "1.0", "added_tokens": [], "pre_tokenizer": PRE_TOKENIZERS[tag]}
+            | {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+        )
+        splitter = tokenizers.Tokenizer.from_str(content).pre_tokenizer
+        return [text[a:b] for _, (a, b) in splitter.pre_tokenize_str(text)]
+
+    text = "it's  2024\n\nOK"
+    assert cut("gpt-2", text) == ["it", "'s", " ", " 2024", "\n", "\n", "OK"]
+    assert cut("smollm", text) == ["it", "'s", "  ", "2", "0", "2", "4", "\n", "\n", "OK"]
+    assert cut("llama-bpe", text) == ["it", "'s", " ", " ", "202", "4", "\n\n", "OK"]
+    assert cut("qwen2", text) == ["it", "'s", " ", " ", "2", "0", "2", "4", "\n\n", "OK"]
+
+
+def test_L04_rotary_divisors_of_a_file_become_llama3_scaling(write_gguf):
+    expected = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    divisors = inverse_frequencies(RopeConfig(500000.0), 8) / inverse_frequencies(expected, 8)
+    _, _, path = write_gguf(rope_freqs=divisors.numpy(), theta=500000.0)
+    assert read_config(converted(path)).rope == expected
+
+
+def test_L04_linear_scaling_of_a_file_is_kept(write_gguf):
+    _, _, path = write_gguf(**{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
+    assert read_config(converted(path)).rope == RopeConfig(10000.0, "linear", 4.0)
+
+
+def test_a_converted_file_is_found_again_and_a_changed_one_is_not(write_gguf, own_cache, capfd):
+    _, _, path = write_gguf()
+    first = converted(path)
+    assert capfd.readouterr().err.count("converting tiny.gguf") == 1
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert converted(path) == first and (first / "config.json").stat().st_mtime_ns == stamp
+    assert capfd.readouterr().err == ""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last weight
+    path.write_bytes(data)
+    assert converted(path) != first
+    assert converted(path, "1.2") not in (first, converted(path))
+    assert len(list(own_cache.iterdir())) == 3
+
+
+def test_a_conversion_that_fails_leaves_no_folder_behind(write_gguf, own_cache, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    _, _, path = write_gguf()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        converted(path)
+    assert list(own_cache.iterdir()) == []
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from hybridattn.models.load import load
+model = load(sys.argv[1])
+print(model.source.folder)
+print("transformers" in sys.modules, "gguf" in sys.modules)
+"""
+
+
+def run_load(path: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(path)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_start_from_the_cache_is_silent_and_needs_no_transformers(write_gguf):
+    _, _, path = write_gguf()
+    folder = converted(path)
+    process = run_load(path)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert out.split() == [str(folder), "False", "False"]
+
+
+@pytest.mark.slow
+def test_two_processes_may_convert_at_once(write_gguf, own_cache):
+    _, _, path = write_gguf()
+    both = [run_load(path) for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    (folder,) = own_cache.iterdir()
+    assert [o[0] for o in outputs] == [str(folder)] * 2
+
+
+def test_whoever_publishes_second_takes_the_first_folder(write_gguf, own_cache, monkeypatch):
+    """The other converter finishes while this one is at work."""
+    from hybridattn.models import convert
+
+    _, _, path = write_gguf()
+    real = convert._convert
+    final: list[Path] = []
+
+    def slow(source: Path, folder: Path) -> None:
+        monkeypatch.setattr(convert, "_convert", real)
+        final.append(converted(source))
+        (final[0] / "mark").touch()
+        real(source, folder)
+
+    monkeypatch.setattr(convert, "_convert", slow)
+    assert converted(path) == final[0]
+    assert (final[0] / "mark").exists()
+    assert list(own_cache.iterdir()) == final
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.setenv("HYBRIDATTN_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_dir() == Path("/a")
+    monkeypatch.delenv("HYBRIDATTN_CACHE")
+    assert cache_dir() == Path("/b/hybridattn")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "hybridattn"
