@@ -139,7 +139,7 @@ ROWS = (  # title, name in the metrics, divided by, format
     ("polls missed", "polls_missed", 1, "{:.0f}"),
     ("layers a cohort advances per pass", "layers_per_iteration", 1, "{:.2f}"),
     ("CPU share of busy time", "cpu_share_busy_time_fraction", 0.01, "{:.1f} %"),
-    ("CPU share of work (flops)", "cpu_share_work_fraction", 0.01, "{:.1f} %"),
+    ("CPU share of work (bytes)", "cpu_share_work_fraction", 0.01, "{:.1f} %"),
 )
 
 

@@ -24,8 +24,9 @@ class LLM:
 
     Parameters
     ----------
-    model : str
-        ``smollm2-135m`` (embedded), a safetensors folder, a GGUF file, or ``dummy:<shape>``.
+    model : str or LoadedModel
+        ``smollm2-135m`` (embedded), a safetensors folder, a GGUF file, or ``dummy:<shape>``. What
+        ``hybridattn.models.load.load`` returned may be given instead, to share weights between several LLMs.
     device : str
         ``host``; ``cuda`` is refused with the reason where it cannot be used, never replaced.
     policy : str or Policy
@@ -55,7 +56,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: Any = "smollm2-135m",
         device: str = "host",
         policy: str | Policy = "async_overlap",
         *,
@@ -84,7 +85,8 @@ class LLM:
         open_device = importlib.import_module("hybridattn.devices.registry").open_device
         self.device = open_device(device, record=record, **(device_options or {}))
         try:
-            self.model = importlib.import_module("hybridattn.models.load").load(model, dtype=dtype)
+            load = importlib.import_module("hybridattn.models.load").load
+            self.model = load(model, dtype=dtype) if isinstance(model, str) else model
             limit = self.model.config.shape.max_model_len
             if max_model_len is not None and max_model_len > limit:
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{model}'")

