@@ -39,7 +39,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            handle = safe_open(path, framework="pt", device="cpu")  # type: ignore[no-untyped-call]
+            handle = safe_open(path, framework="pt", device="cpu")
             names = list(handle.keys())
         except (SafetensorError, OSError) as e:
             raise InputError(f"{path} is not a readable safetensors file: {e}") from e
