@@ -107,7 +107,9 @@ def detect(flags: frozenset[str] | None = None, override: str | None = None) -> 
     missing = tuple((level, why) for level, why in lacks.items() if why)
     asked = os.environ.get(ENVIRONMENT, "") if override is None else override
     if not asked:
-        return IsaChoice(available[0], f"best of what this processor can run: {', '.join(available)}", available, missing)
+        return IsaChoice(
+            available[0], f"best of what this processor can run: {', '.join(available)}", available, missing
+        )
     if asked not in LEVELS:
         raise ValueError(f"{ENVIRONMENT}={asked!r} is unknown; known levels: {', '.join(LEVELS)}")
     if lacks[asked]:

@@ -3,12 +3,15 @@
 A page of one KV head is one contiguous block: all of K, then all of V, then (int8) the scales::
 
     K  [page_size/16][head_dim/n][16 positions][n dims]     positions lie across the vector lanes
-    V  [page_size/n ][head_dim  ][n positions]              n positions feed one lane
+    V  [head_dim/16 ][page_size/n][16 dims][n positions]    dims lie across the vector lanes
     K scales [page_size] float32, V scales [page_size] float32          int8 only
 
 ``n`` elements share a 32-bit lane (fp32 1, bf16 2, int8 4), so a line of K or V is one 64-byte vector. fp16 uses
-``n = 1``: its lines are 32 bytes and widen with one conversion. In bf16 a line of K is also a row of an AMX B tile.
-A page holds the blocks of all KV heads in order, a layer holds all pages in order.
+``n = 1``: its lines are 32 bytes and widen with one conversion. In bf16 a line is also a row of an AMX B tile.
+
+A page holds the blocks of all KV heads in order, a layer holds all pages in order. A kernel that computes a page
+head by head, K before V, with all query heads of a group for each line, therefore reads memory strictly in ascending
+order at an even pace, which is what the processor's prefetchers follow best (`docs/performance.md`).
 """
 
 from __future__ import annotations
@@ -90,8 +93,10 @@ class Layout:
 
     def v_offset(self, position: int, dim: int) -> int:
         """Byte offset of one V element inside the block."""
-        n = self.per_lane
-        return self.k_bytes + (((position // n) * self.head_dim + dim) * n + position % n) * self.element_bytes
+        n, rows = self.per_lane, self.page_size // self.per_lane
+        chunk, lane = divmod(dim, LANES)
+        line = chunk * rows + position // n
+        return self.k_bytes + ((line * LANES + lane) * n + position % n) * self.element_bytes
 
 
 def pack_k(plain: np.ndarray, layout: Layout) -> np.ndarray:
@@ -104,8 +109,9 @@ def pack_k(plain: np.ndarray, layout: Layout) -> np.ndarray:
 def pack_v(plain: np.ndarray, layout: Layout) -> np.ndarray:
     """Reorder ``[..., page_size, head_dim]`` stored elements of V to the block's order, flat in the last axis."""
     n, lead = layout.per_lane, plain.shape[:-2]
-    x = plain.reshape(*lead, layout.page_size // n, n, layout.head_dim)
-    return np.ascontiguousarray(np.swapaxes(x, -2, -1)).reshape(*lead, -1)
+    x = plain.reshape(*lead, layout.page_size // n, n, layout.head_dim // LANES, LANES)
+    order = (*range(len(lead)), *(len(lead) + i for i in (2, 0, 3, 1)))
+    return np.ascontiguousarray(x.transpose(order)).reshape(*lead, -1)
 
 
 def unpack_k(block: np.ndarray, layout: Layout) -> np.ndarray:
@@ -118,5 +124,6 @@ def unpack_k(block: np.ndarray, layout: Layout) -> np.ndarray:
 def unpack_v(block: np.ndarray, layout: Layout) -> np.ndarray:
     """Invert `pack_v`: flat block order to ``[..., page_size, head_dim]``."""
     n, lead = layout.per_lane, block.shape[:-1]
-    x = block.reshape(*lead, layout.page_size // n, layout.head_dim, n)
-    return np.ascontiguousarray(np.swapaxes(x, -2, -1)).reshape(*lead, layout.page_size, layout.head_dim)
+    x = block.reshape(*lead, layout.head_dim // LANES, layout.page_size // n, LANES, n)
+    order = (*range(len(lead)), *(len(lead) + i for i in (1, 3, 0, 2)))
+    return np.ascontiguousarray(x.transpose(order)).reshape(*lead, layout.page_size, layout.head_dim)

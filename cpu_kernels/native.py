@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from cpu_kernels.plan import DecodeInputs
 CHUNK_BYTES = 512 << 10
 MIN_CHUNK_BYTES = 32 << 10
 CHUNKS_PER_JOB = 16
+MAX_UNIT_HEADS = 16
+_HALF = struct.Struct(f"{JOB_WORDS - Job.KERNEL}q")
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -57,8 +60,24 @@ def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
     return items, int(np.where(count > 1, count, 0).sum())
 
 
+def heads_per_unit(items: np.ndarray, heads: int, token_bytes: int, group: int) -> int:
+    """Choose how many KV heads a unit walks through page by page.
+
+    All heads of a page are one contiguous run of memory, which the processor's own prefetchers like best; but the
+    running outputs of many heads times a large group no longer stay in the first-level cache, so that from a group of 4
+    on one head at a time is faster (`docs/performance.md`). Fewer heads are also taken when there would be too few
+    units to share out. The result of a row does not depend on the choice.
+    """
+    if group >= 4 or not len(items):
+        return 1
+    tokens = np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1)
+    total, largest = (int(x) * heads * token_bytes for x in (tokens.sum(), tokens.max()))
+    parts = -(-largest * CHUNKS_PER_JOB // max(total, CHUNKS_PER_JOB * MIN_CHUNK_BYTES))
+    return min(MAX_UNIT_HEADS, -(-heads // min(heads, parts)))
+
+
 def chunk_edges(items: np.ndarray, heads: int, token_bytes: int) -> np.ndarray:
-    """Cut the units (item, KV head) into contiguous chunks of about equal bytes; int64 unit numbers, both ends included."""
+    """Cut the units into contiguous chunks of about equal bytes: int64 unit numbers, both ends included."""
     # An item costs something even when it has no key.
     cost = np.repeat(np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1) * token_bytes, heads)
     done = np.cumsum(cost)
@@ -73,11 +92,12 @@ def chunk_edges(items: np.ndarray, heads: int, token_bytes: int) -> np.ndarray:
 class Workspace:
     """Partial results and finish counters of one run in flight."""
 
-    __slots__ = ("partials", "counters")
+    __slots__ = ("partials", "counters", "partials_at", "counters_at")
 
     def __init__(self, partial_bytes: int, num_counters: int) -> None:
         self.partials = np.empty(partial_bytes // 4 + 16, np.float32)
         self.counters = np.zeros(num_counters, np.int64)
+        self.partials_at, self.counters_at = self.partials.ctypes.data, self.counters.ctypes.data
 
 
 class NativeDecode:
@@ -89,28 +109,32 @@ class NativeDecode:
         layout = pages.layout
         self.kernel = kernel_address(layout, level, inputs.group)
         self.items, num_partials = work_items(inputs)
-        self.edges = chunk_edges(self.items, pages.num_kv_heads, layout.head_bytes // layout.page_size)
-        self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * pages.num_kv_heads
+        token_bytes = layout.head_bytes // layout.page_size
+        self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group)
+        self.units_per_item = -(-pages.num_kv_heads // self.unit_heads)
+        self.edges = chunk_edges(self.items, self.units_per_item, self.unit_heads * token_bytes)
+        self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0
         self._q_shape = (inputs.num_seqs, inputs.num_q_heads, layout.head_dim)
         self._kv_shape = (inputs.num_seqs, pages.num_kv_heads, layout.head_dim)
         self._spare: list[Workspace] = []
         self._call = _KERNEL(self.kernel)
-        self._template = self._make_template()
+        self._head, self._tail = self._make_head(), self._make_tail()
 
-    def _make_template(self) -> np.ndarray:
+    def _make_head(self) -> tuple[int, ...]:
+        """Words KERNEL to TABLE_STRIDE, the same for every run."""
+        table = self.inputs.block_table
+        return (self.kernel, self.edges.ctypes.data, self.items.ctypes.data, self.num_units,
+                table.ctypes.data, table.strides[0])  # fmt: skip
+
+    def _make_tail(self) -> tuple[int, ...]:
+        """Words SM_SCALE to NUM_KV_HEADS, the same for every run."""
         inputs = self.inputs
-        words = np.zeros(JOB_WORDS, np.int64)
-        words[Job.KERNEL], words[Job.CHUNKS], words[Job.ITEMS] = self.kernel, self.edges.ctypes.data, self.items.ctypes.data
-        words[Job.NUM_UNITS], words[Job.NUM_KV_HEADS] = self.num_units, inputs.pages.num_kv_heads
-        words[Job.TABLE], words[Job.TABLE_STRIDE] = inputs.block_table.ctypes.data, inputs.block_table.strides[0]
-        words[Job.PAGE_BYTES] = inputs.pages.page_bytes
-        for field, value in ((Job.SM_SCALE, inputs.sm_scale), (Job.SOFT_CAP, inputs.logits_soft_cap)):
-            words[field : field + 1].view(np.float32)[0] = value
-        for field, table in ((Job.ALIBI, inputs.alibi_slopes), (Job.SINKS, inputs.sinks)):
-            words[field] = 0 if table is None else table.ctypes.data
-        return words
+        bits = np.array([inputs.sm_scale, inputs.logits_soft_cap], np.float32).view(np.uint32).tolist()
+        tables = [0 if x is None else x.ctypes.data for x in (inputs.alibi_slopes, inputs.sinks)]
+        spare = JOB_WORDS - Job.UNITS_PER_ITEM - 1
+        return (*bits, *tables, inputs.pages.num_kv_heads, self.unit_heads, self.units_per_item, *(0,) * spare)
 
     def workspace(self) -> Workspace:
         return Workspace(self._partial_bytes, self._num_counters)
@@ -126,36 +150,52 @@ class NativeDecode:
         self._spare.append(workspace)
 
     def fill(
-        self, words: np.ndarray, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Workspace
+        self,
+        words: memoryview,
+        at: int,
+        q: Any,
+        out: Any,
+        lse: Any,
+        layer: int,
+        k_new: Any,
+        v_new: Any,
+        workspace: Workspace,
     ) -> tuple[Any, ...]:
-        """Write the kernel's half of a descriptor; return what must stay alive while it runs."""
-        words[Job.KERNEL :] = self._template[Job.KERNEL :]
+        """Write the kernel's half of the descriptor at byte `at`; return what must stay alive while it runs."""
         a, b = View("q", q).check("q", self._q_shape), View("out", out).check("out", self._q_shape)
-        words[Job.Q : Job.LSE] = (a.pointer, a.strides[0], a.strides[1], a.code,
-                                  b.pointer, b.strides[0], b.strides[1], b.code)  # fmt: skip
-        if lse is not None:
-            c = View("lse", lse).check("lse", self._q_shape[:2])
-            if c.code != 0:
-                raise TypeError(f"lse must be float32, got {c.code.name.lower()}")
-            words[Job.LSE], words[Job.LSE_ROW] = c.pointer, c.strides[0]
-        words[Job.BASE] = self.inputs.pages.layer_address(layer)
-        if (k_new is None) != (v_new is None):
-            raise ValueError("k_new and v_new come together; one of them is missing")
-        if k_new is not None:
-            k, v = View("k_new", k_new).check("k_new", self._kv_shape), View("v_new", v_new).check("v_new", self._kv_shape)
-            if k.code != v.code:
-                raise TypeError(f"k_new is {k.code.name.lower()} and v_new is {v.code.name.lower()}; both must agree")
-            words[Job.K_NEW : Job.PARTIALS] = (k.pointer, k.strides[0], k.strides[1],
-                                               v.pointer, v.strides[0], v.strides[1], k.code)  # fmt: skip
-        words[Job.PARTIALS], words[Job.COUNTERS] = workspace.partials.ctypes.data, workspace.counters.ctypes.data
+        pages = self.inputs.pages
         workspace.counters[:] = 0  # a cancelled run leaves counts behind
+        _HALF.pack_into(
+            words, at + 8 * Job.KERNEL, *self._head,
+            a.pointer, a.strides[0], a.strides[1], a.code, b.pointer, b.strides[0], b.strides[1], b.code,
+            *self._lse_words(lse), pages.layer_address(layer), pages.page_bytes,
+            *self._new_words(k_new, v_new), workspace.partials_at, workspace.counters_at, *self._tail,
+        )  # fmt: skip
         return (self, q, out, lse, k_new, v_new, workspace)
+
+    def _lse_words(self, lse: Any) -> tuple[int, int]:
+        if lse is None:
+            return (0, 0)
+        view = View("lse", lse).check("lse", self._q_shape[:2])
+        if view.code != 0:
+            raise TypeError(f"lse must be float32, got {view.code.name.lower()}")
+        return (view.pointer, view.strides[0])
+
+    def _new_words(self, k_new: Any, v_new: Any) -> tuple[int, ...]:
+        if k_new is None and v_new is None:
+            return (0,) * 7
+        if k_new is None or v_new is None:
+            raise ValueError("k_new and v_new come together; one of them is missing")
+        k, v = View("k_new", k_new).check("k_new", self._kv_shape), View("v_new", v_new).check("v_new", self._kv_shape)
+        if k.code != v.code:
+            raise TypeError(f"k_new is {k.code.name.lower()} and v_new is {v.code.name.lower()}; both must agree")
+        return (k.pointer, k.strides[0], k.strides[1], v.pointer, v.strides[0], v.strides[1], k.code)
 
     def run(self, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Any) -> None:
         space = self.take() if workspace is None else workspace
-        words = np.empty(JOB_WORDS, np.int64)
-        alive = self.fill(words, q, out, lse, layer, k_new, v_new, space)
-        self._call(words.ctypes.data, 0, self.num_units)
+        words = ctypes.create_string_buffer(8 * JOB_WORDS)
+        alive = self.fill(memoryview(words), 0, q, out, lse, layer, k_new, v_new, space)
+        self._call(ctypes.addressof(words), 0, self.num_units)
         del alive
         if workspace is None:
             self.give(space)

@@ -14,8 +14,14 @@ from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
 from cpu_kernels.memory import allocate
 
-_MOVE = ctypes.CFUNCTYPE(None, *([ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-                                 + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64] * 2 + [ctypes.c_int64]))
+_MOVE = ctypes.CFUNCTYPE(
+    None,
+    *(
+        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+        + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64] * 2
+        + [ctypes.c_int64]
+    ),
+)
 
 
 class KVPages:
@@ -113,8 +119,18 @@ def _moves(layout: Layout, level: str) -> tuple[Any, Any]:
 def _move(pages: KVPages, layer: int, which: int, index: np.ndarray, n: int, k: View, v: View) -> None:
     call = _moves(pages.layout, isa.detect().level)[which]
     call(
-        pages.layer_address(layer), pages.page_bytes, pages.num_kv_heads, index.ctypes.data, n,
-        k.pointer, k.strides[0], k.strides[1], v.pointer, v.strides[0], v.strides[1], int(k.code),
+        pages.layer_address(layer),
+        pages.page_bytes,
+        pages.num_kv_heads,
+        index.ctypes.data,
+        n,
+        k.pointer,
+        k.strides[0],
+        k.strides[1],
+        v.pointer,
+        v.strides[0],
+        v.strides[1],
+        int(k.code),
     )
 
 
@@ -175,7 +191,9 @@ def gather_kv(pages: KVPages, layer: int, page_ids: Any, num_tokens: int, k_out:
     shape = (num_tokens, pages.num_kv_heads, pages.head_dim)
     kv, vv = View("k_out", k_out).check("k_out", shape), View("v_out", v_out).check("v_out", shape)
     if kv.code != vv.code:
-        raise TypeError(f"k_out is {kv.code.name.lower()} and v_out is {vv.code.name.lower()}; both must have one dtype")
+        raise TypeError(
+            f"k_out is {kv.code.name.lower()} and v_out is {vv.code.name.lower()}; both must have one dtype"
+        )
     if num_tokens:
         _move(pages, layer, 1, used, num_tokens, kv, vv)
 

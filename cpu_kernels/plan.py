@@ -89,7 +89,9 @@ class DecodePlan:
     def native(self) -> Any:
         """The native implementation (for the pool)."""
         if self.backend != "native":
-            raise ValueError(f"a WorkerPool runs native plans only; this plan has backend {self.backend!r}: use plan.run")
+            raise ValueError(
+                f"a WorkerPool runs native plans only; this plan has backend {self.backend!r}: use plan.run"
+            )
         return self._impl
 
     @property
@@ -269,6 +271,7 @@ def _slots(pages: KVPages, table: np.ndarray, lens: np.ndarray, slot_mapping: An
     if wrong.any():
         seq = int(np.argmax(wrong))
         raise ValueError(
-            f"slot_mapping[{seq}] is {asked[seq]}, but position {lens[seq] - 1} of sequence {seq} lies in slot {slots[seq]}"
+            f"slot_mapping[{seq}] is {asked[seq]}, but position {lens[seq] - 1} of sequence {seq} lies in slot "
+            f"{slots[seq]}"
         )
     return asked

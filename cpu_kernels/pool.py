@@ -29,6 +29,7 @@ from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE, build_worker
 from cpu_kernels.memory import pin_this_thread
 
+JOB_BYTES = 8 * JOB_WORDS
 MAX_JOBS = RING_SLOTS - 64  # the ring keeps room for jobs that ended but that no worker has passed yet
 _FUTEX_NUMBER = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98}
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
@@ -83,8 +84,10 @@ class _Shared:
         self.ctl[Ctl.SYSCALL] = ctypes.cast(self.libc.syscall, ctypes.c_void_p).value
         self.ctl[Ctl.FUTEX] = self.futex_number
         # Plain memory views read and write single words faster than NumPy indexing does.
-        self.words = memoryview(self.slab).cast("B").cast("q")
-        self.control = memoryview(self.ctl).cast("B").cast("q")
+        self.bytes = memoryview(self.slab.data).cast("B")
+        self.words = self.bytes.cast("q")
+        self.slab_at, self.ctl_at = self.slab.ctypes.data, self.ctl.ctypes.data
+        self.control = memoryview(self.ctl.data).cast("B").cast("q")
         self.threads: list[threading.Thread] = []
         self.kept: list[Any] = []
 
@@ -100,7 +103,7 @@ class _Shared:
     def ring_bell(self, word: Ctl) -> None:
         """Change a control word and wake its sleepers; the change comes first, so no wake-up is lost."""
         self.control[word] += 1
-        self.futex(self.ctl.ctypes.data + 8 * word, FUTEX_WAKE_PRIVATE, EVERYBODY)
+        self.futex(self.ctl_at + 8 * word, FUTEX_WAKE_PRIVATE, EVERYBODY)
 
     def stop(self, timeout_s: float) -> bool:
         """Tell all workers to end and wait for them; False if one is still running."""
@@ -118,7 +121,7 @@ class _Shared:
 def _worker_thread(shared: _Shared, cpu: int | None) -> None:
     if cpu is not None:
         pin_this_thread(cpu)
-    _natives()[0](shared.ctl.ctypes.data)
+    _natives()[0](shared.ctl_at)
 
 
 def _close_forgotten(shared: _Shared) -> None:
@@ -305,24 +308,28 @@ class WorkerPool:
             raise ValueError(f"fault is {fault!r}, expected None, 'raise' or 'hang'")
         native = plan.native
         index, sequence = self._take_descriptor()
-        words = self._shared.slab[index * JOB_WORDS : (index + 1) * JOB_WORDS]
         space = native.take()
         try:
-            alive = native.fill(words, q, out, lse, layer, k_new, v_new, space)
+            alive = native.fill(self._shared.bytes, index * JOB_BYTES, q, out, lse, layer, k_new, v_new, space)
         except BaseException:
             native.give(space)
             with self._lock:
                 self._free.append(index)
             raise
-        chunks = max(native.num_chunks, 1)
-        words[Word.REMAINING], words[Word.WAITERS : Word.FAULT] = chunks, 0
-        words[Word.SEQUENCE], words[Word.FAULT] = sequence, int(_FAULTS[fault])
-        words[Word.PRIORITY], words[Word.POOL] = priority, self._shared.ctl.ctypes.data
-        words[Word.CLAIM] = (chunks << 32) | chunks  # nothing left to claim until the push
+        self._reset_descriptor(index * JOB_WORDS, max(native.num_chunks, 1), sequence, priority, _FAULTS[fault])
         job = Job(self, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)
         return job
+
+    def _reset_descriptor(self, at: int, chunks: int, sequence: int, priority: int, fault: Fault) -> None:
+        words = self._shared.words
+        words[at + Word.REMAINING] = chunks
+        for word in (Word.WAITERS, Word.ERROR, Word.START_NS, Word.END_NS, Word.CANCELLED):
+            words[at + word] = 0
+        words[at + Word.SEQUENCE], words[at + Word.FAULT] = sequence, fault
+        words[at + Word.PRIORITY], words[at + Word.POOL] = priority, self._shared.ctl_at
+        words[at + Word.CLAIM] = (chunks << 32) | chunks  # nothing left to claim until the push
 
     def start(self, job: Job) -> None:
         """Hand over a prepared job."""
@@ -333,7 +340,7 @@ class WorkerPool:
 
     def descriptor(self, job: Job) -> int:
         """Address to give to the native push (a ``void (*)(void *)`` at `push_address`), e.g. as a stream callback."""
-        return self._shared.slab.ctypes.data + job._index * JOB_WORDS * 8
+        return self._shared.slab_at + job._index * JOB_BYTES
 
     def _take_descriptor(self) -> tuple[int, int]:
         with self._lock:
@@ -372,7 +379,7 @@ class WorkerPool:
         words[job._index * JOB_WORDS + Word.WAITERS] = 1
         seen = words[job._done_at]
         if seen < job._sequence and not job._settled:
-            address = self._shared.slab.ctypes.data + job._done_at * 8
+            address = self._shared.slab_at + job._done_at * 8
             self._shared.futex(address, FUTEX_WAIT_PRIVATE, seen, timeout_s)
 
     def _cancel(self, job: Job) -> None:
@@ -422,7 +429,7 @@ class WorkerPool:
         words[at + Word.ERROR] = int(Fault.CLOSED)
         words[at + Word.END_NS] = time.monotonic_ns()
         words[job._done_at] = job._sequence
-        self._shared.futex(self._shared.slab.ctypes.data + job._done_at * 8, FUTEX_WAKE_PRIVATE, EVERYBODY)
+        self._shared.futex(self._shared.slab_at + job._done_at * 8, FUTEX_WAKE_PRIVATE, EVERYBODY)
         job.done()
 
     def __enter__(self) -> WorkerPool:

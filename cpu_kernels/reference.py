@@ -95,9 +95,7 @@ def decode_reference(
     return out, lse
 
 
-def prefill_reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: object
-) -> tuple[np.ndarray, np.ndarray]:
+def prefill_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: object) -> tuple[np.ndarray, np.ndarray]:
     """Causal attention of the last ``len(q)`` positions of one sequence.
 
     Parameters

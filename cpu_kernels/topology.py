@@ -1,4 +1,4 @@
-"""What this machine lets us use: allowed CPUs, quota, physical cores, NUMA nodes. Readable from a fake root for tests."""
+"""What this machine lets us use: allowed CPUs, quota, physical cores, NUMA nodes. The root can be a fake one."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """The decode attention kernel of one (layout, level, group): IR for ``decode(job, first_unit, last_unit)``.
 
-A unit is one work item (sequence, split) and one KV head. Its pages stream once through the query heads of the group::
+A unit is one work item (sequence, split) and a few KV heads. Memory is read once, in ascending order::
 
-    page j      QK tiles --> softmax update (one per page) --> PV rows
-                 |  one prefetch per line, of the same line of page j+1, into L2
-    page j+1     v   (the last page of a unit prefetches the first page of the next unit)
+    page j    head 0: K lines  softmax  V lines | head 1: K lines  softmax  V lines | ...        then page j+1
+                       |                 |
+              fetches  V of head 0       K of head 1 (after the last head: K of the next page, then of the next unit)
 
-The prefetch inside the multiply loops is what makes the difference on one thread: it keeps a page's worth of reads
-under way while the previous page is computed. A sequence of one split is normalised and written at once; of several,
+Every line meets all query heads of the group, so the pace is even. One prefetch into L2 per line, half a block ahead, is
+spread over the multiply loops: prefetches that come faster than memory delivers are dropped by the processor, and a
+line that was not fetched stalls the arithmetic. One softmax update serves a whole page. A sequence of one split is normalised and written at once; of several,
 the last finisher of (sequence, head) merges the partial results in the order of the splits, so the result does not
 depend on who computed what.
 """
@@ -15,7 +16,7 @@ depend on who computed what.
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import LN2, LOG2E, exp2, fma, log2, tanh, vmax
-from cpu_kernels.codegen.emit import F32, I32, I64, PTR, Module, Value
+from cpu_kernels.codegen.emit import F32, I32, I64, PTR, Module, Value, Var
 from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, V16I, element_shift, load_as_f32, store_from_f32, tiles_for
@@ -32,6 +33,13 @@ def blocks_of(group: int, limit: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
 
 
+def _sum(parts: list[Var]) -> Value:
+    total = parts[0].get()
+    for other in parts[1:]:
+        total = total + other.get()
+    return total
+
+
 class DecodeKernel:
     """Builds the kernel; the methods follow the order of the computation."""
 
@@ -42,8 +50,12 @@ class DecodeKernel:
         self.chunks = self.dim // LANES
         self.lines_per_tile = self.dim // layout.per_lane
         self.tile_bytes = LANES * self.dim * layout.element_bytes
-        self.row_bytes = self.chunks * layout.line_bytes
+        self.column_bytes = layout.page_size // layout.per_lane * layout.line_bytes
         self.blocks = blocks_of(group, self.tiles.max_group)
+        # With little arithmetic per line the processor runs far ahead by itself, and fetching every second line leaves
+        # room for that; with much, each line has to be fetched (docs/performance.md has the figures).
+        light = group * self.tiles.words_per_line * (64 // layout.line_bytes) <= 3
+        self.fetch_every = 128 if light else 64
         self.partial_bytes = (self.dim + LANES) * 4
 
     def build(self) -> str:
@@ -67,6 +79,7 @@ class DecodeKernel:
         self.items, self.table, self.base = (self._pointer(w) for w in (Job.ITEMS, Job.TABLE, Job.BASE))
         self.heads, self.page_bytes = self._word(Job.NUM_KV_HEADS), self._word(Job.PAGE_BYTES)
         self.num_units, self.table_stride = self._word(Job.NUM_UNITS), self._word(Job.TABLE_STRIDE)
+        self.unit_heads, self.units_per_item = self._word(Job.UNIT_HEADS), self._word(Job.UNITS_PER_ITEM)
         self.sm_scale = self.f.load(F32, self.job, int(Job.SM_SCALE) * 8)
         self.soft_cap = self.f.load(F32, self.job, int(Job.SOFT_CAP) * 8)
         self.alibi, self.sinks = self._word(Job.ALIBI), self._word(Job.SINKS)
@@ -76,13 +89,20 @@ class DecodeKernel:
 
     def _take_buffers(self) -> None:
         f, group, size = self.f, self.group, self.tiles.weight_bytes
-        self.q, self.o = f.buffer(group * self.dim * size), f.buffer(group * self.dim * 4)
+        self.q_bytes, self.o_bytes = group * self.dim * size, group * self.dim * 4
+        self.m_bytes = -(-group * 4 // 64) * 64
+        self.q_all, self.o_all = (f.dynamic_buffer(self.unit_heads * n) for n in (self.q_bytes, self.o_bytes))
+        self.m_all, self.l_all = (f.dynamic_buffer(self.unit_heads * self.m_bytes) for _ in range(2))
         self.s, self.p = f.buffer(group * self.page * 4), f.buffer(group * self.page * size)
-        self.m, self.l = f.buffer(group * 4), f.buffer(group * 4)
         self.codec = RowCodec(f, self.layout, self.level)
 
     def _item(self, item: Value, field: Item) -> Value:
         return self.f.load(I64, item, int(field) * 8)
+
+    def _item_of(self, unit: Value) -> tuple[Value, Value]:
+        """Return the address of a unit's item and the unit's first KV head."""
+        item = self.items.at((unit // self.units_per_item) * (ITEM_WORDS * 8))
+        return item, (unit % self.units_per_item) * self.unit_heads
 
     def _block(self, seq: Value, page: Value, head: Value) -> Value:
         """Address of KV head `head` in the page that the table names."""
@@ -97,32 +117,47 @@ class DecodeKernel:
     # ------------------------------------------------------------------ one unit
     def _unit(self, unit: Value) -> None:
         f = self.f
-        item = self.items.at((unit // self.heads) * (ITEM_WORDS * 8))
-        head = unit % self.heads
-        self.seq, self.head = self._item(item, Item.SEQ), head
+        item, h0 = self._item_of(unit)
+        stop = h0 + self.unit_heads
+        h1 = (stop < self.heads).select(stop, self.heads)
+        self.seq = self._item(item, Item.SEQ)
         self.first, self.last = self._item(item, Item.FIRST), self._item(item, Item.LAST)
         self.seq_len = self._item(item, Item.SEQ_LEN)
         following = self._first_block_of(unit + 1)
-        self._append(item)
-        self._reset()
+        with f.loop(h0, h1) as head:
+            self._use_head(head, h0)
+            self._append(item)
+            self._reset()
         end = (self.last + (self.page - 1)) // self.page
         with f.loop(self.first // self.page, end) as page:
-            here = self._block(self.seq, page, head)
-            ahead = f.var(PTR, following)
+            beyond = f.var(PTR, following)
             with f.when(page + 1 < end):
-                ahead.set(self._block(self.seq, page + 1, head))
-            self._page(page * self.page, here, ahead.get())
-        self._finish(item)
+                beyond.set(self._block(self.seq, page + 1, h0))
+            run = self._block(self.seq, page, h0)
+            with f.loop(h0, h1) as head:
+                self._use_head(head, h0)
+                here = run.at((head - h0) * self.layout.head_bytes)
+                ahead = (head + 1 < h1).select(here.at(self.layout.head_bytes), beyond.get())
+                self._page(page * self.page, here, ahead)
+        with f.loop(h0, h1) as head:
+            self._use_head(head, h0)
+            self._finish(item)
+
+    def _use_head(self, head: Value, h0: Value) -> None:
+        """Point q, o, m and l at the state of one KV head."""
+        self.head, number = head, head - h0
+        self.q, self.o = self.q_all.at(number * self.q_bytes), self.o_all.at(number * self.o_bytes)
+        self.m, self.l = self.m_all.at(number * self.m_bytes), self.l_all.at(number * self.m_bytes)
 
     def _first_block_of(self, unit: Value) -> Value:
         """Where the next unit will read first; its pages may be none, then anywhere."""
         f = self.f
         where = f.var(PTR, self.base)
         with f.when(unit < self.num_units):
-            item = self.items.at((unit // self.heads) * (ITEM_WORDS * 8))
+            item, head = self._item_of(unit)
             first = self._item(item, Item.FIRST)
             with f.when(first < self._item(item, Item.LAST)):
-                where.set(self._block(self._item(item, Item.SEQ), first // self.page, unit % self.heads))
+                where.set(self._block(self._item(item, Item.SEQ), first // self.page, head))
         return where.get()
 
     def _append(self, item: Value) -> None:
@@ -152,64 +187,56 @@ class DecodeKernel:
             f.store(f.const(F32, MINUS_INF), self.m, g * 4)
             f.store(f.const(F32, 0.0), self.l, g * 4)
 
-    # ------------------------------------------------------------------ one page
+    # ------------------------------------------------------------------ one page of one KV head
     def _page(self, start: Value, here: Value, ahead: Value) -> None:
-        f = self.f
+        f, layout, n = self.f, self.layout, self.layout.per_lane
         low, high = self.first - start, self.last - start
         low, high = (low > 0).select(low, 0), (high < self.page).select(high, self.page)
-        self.start, self.scales = start, here.at(2 * self.layout.k_bytes)
+        self.start, self.scales = start, here.at(2 * layout.k_bytes)
+        own_values = here.at(layout.k_bytes)
         with f.either(low.eq(0) & high.eq(self.page)) as whole:
-            for n, block in enumerate(self.blocks):
-                self._scores(here, ahead, f.const(I64, 0), f.const(I64, self.page // LANES), block, n == 0)
+            tiles, rows = f.const(I64, self.page // LANES), f.const(I64, self.page // n)
+            for number, block in enumerate(self.blocks):
+                self._scores(here, f.const(I64, 0), tiles, block, own_values if number == 0 else None)
             self._softmax(None)
-            for n, block in enumerate(self.blocks):
-                self._values(here, ahead, f.const(I64, 0), f.const(I64, self.page // self.layout.per_lane), block, n == 0)
+            for block in self.blocks:
+                self._values(here, f.const(I64, 0), rows, block, None, ahead if block[0] == 0 else None)
             whole.otherwise()
-            self._fetch_all(ahead)
+            r0, r1 = low // n, (high + (n - 1)) // n
             for block in self.blocks:
-                self._scores(here, None, low // LANES, (high + (LANES - 1)) // LANES, block, False)
+                self._scores(here, low // LANES, (high + (LANES - 1)) // LANES, block, None)
+            self._fetch(ahead, f.const(I64, 0), f.const(I64, layout.k_bytes))
             self._softmax((low, high))
-            self._edge = (low, high)
-            n = self.layout.per_lane
             for block in self.blocks:
-                self._values(here, None, low // n, (high + (n - 1)) // n, block, False)
+                self._values(here, r0, r1, block, (low, high), None)
 
-    def _fetch_all(self, ahead: Value) -> None:
-        f = self.f
-        with f.loop(0, 2 * self.layout.k_bytes, 256) as at:
-            for line in range(4):
-                f.prefetch(ahead.at(at + 64 * line), L2)
+    def _fetch(self, where: Value, first: Value, last: Value) -> None:
+        with self.f.loop(first, last, 64) as at:
+            self.f.prefetch(where.at(at), L2)
 
-    def _scores(self, here: Value, ahead: Value | None, t0: Value, t1: Value, block: tuple[int, int], fetch: bool) -> None:
+    def _scores(self, here: Value, t0: Value, t1: Value, block: tuple[int, int], ahead: Value | None) -> None:
         """s[g][16 t + lane] = q[g] . k for the tiles [t0, t1) and the query heads of `block`."""
         f, tiles, (g0, count) = self.f, self.tiles, block
-        whole = ahead is not None
-        pair = 2 if whole and self.page // LANES >= 2 and 2 * count <= tiles.accumulators else 1
-        ways = max(1, min(4, 8 // (pair * count)))
-        unroll = 8 if self.lines_per_tile % 8 == 0 and count * pair <= 16 else 4
+        ways = max(1, min(4, 8 // count))
+        unroll = 8 if self.lines_per_tile % 8 == 0 else 4
         line_bytes = self.layout.line_bytes
         q0 = self.q.at(g0 * self.dim * tiles.weight_bytes)
-        with f.loop(t0, t1, pair) as t:
-            acc = [[[f.var(V16F, 0.0) for _ in range(ways)] for _ in range(count)] for _ in range(pair)]
+        with f.loop(t0, t1) as t:
+            acc = [[f.var(V16F, 0.0) for _ in range(ways)] for _ in range(count)]
             with f.loop(0, self.lines_per_tile, unroll) as i:
                 at = t * self.tile_bytes + i * line_bytes
                 lines, query = here.at(at), q0.at(i * (tiles.words_per_line * 4))
                 for u in range(unroll):
-                    for tile in range(pair):
-                        offset = tile * self.tile_bytes + u * line_bytes
-                        if fetch and ahead is not None and (offset % 64 == 0):
-                            f.prefetch(ahead.at(at + offset), L2)
-                        self._mac_line(lines.at(offset), query, u, self.dim, acc[tile], None)
-            for tile in range(pair):
-                for g in range(count):
-                    total = acc[tile][g][0].get()
-                    for other in acc[tile][g][1:]:
-                        total = total + other.get()
-                    if self.layout.dtype == "int8":
-                        total = total * f.load(V16F, self.scales, (t + tile) * 64)
-                    f.store(total, self.s, (t + tile) * 64 + (g0 + g) * self.page * 4)
+                    if ahead is not None and (u * line_bytes) % self.fetch_every == 0:
+                        f.prefetch(ahead.at(at + u * line_bytes), L2)
+                    self._mac_line(lines.at(u * line_bytes), query, u, self.dim, acc, None)
+            for g in range(count):
+                total = _sum(acc[g])
+                if self.layout.dtype == "int8":
+                    total = total * f.load(V16F, self.scales, t * 64)
+                f.store(total, self.s, t * 64 + (g0 + g) * self.page * 4)
 
-    def _mac_line(self, line: Value, words: Value, u: int, row: int, acc: list, mask: Value | None) -> None:
+    def _mac_line(self, line: Value, words: Value, u: int, row: int, acc: list[list[Var]], mask: Value | None) -> None:
         """Multiply one line into the accumulators; `words` holds rows of `row` elements, one per query head."""
         f, tiles = self.f, self.tiles
         for j, factor in enumerate(tiles.factors(f, line, mask)):
@@ -297,48 +324,46 @@ class DecodeKernel:
         add = f.call(F32, "llvm.vector.reduce.fadd.v16f32", f.const(F32, 0.0), total, flags="reassoc nsz")
         f.store(f.load(F32, self.l, g * 4) + add, self.l, g * 4)
 
-    def _values(self, here: Value, ahead: Value | None, r0: Value, r1: Value, block: tuple[int, int], fetch: bool) -> None:
-        """o[g] += p[g] . v for the rows [r0, r1), a block of query heads, a few chunks of 16 dims at a time."""
-        f, (g0, count) = self.f, block
-        width = max(1, min(self.chunks, self.tiles.accumulators // count))
-        for c0, size in blocks_of(self.chunks, width):
-            ways = max(1, min(2, 8 // (count * size)))
-            acc = [[self._accumulators(g0 + g, c0 + c, ways) for g in range(count)] for c in range(size)]
-            unroll = 4 if ahead is not None else 1
+    def _values(
+        self,
+        here: Value,
+        r0: Value,
+        r1: Value,
+        block: tuple[int, int],
+        edge: tuple[Value, Value] | None,
+        ahead: Value | None,
+    ) -> None:
+        """o[g] += p[g] . v for the rows [r0, r1) of each chunk of 16 dims and the query heads of `block`."""
+        f, tiles, (g0, count), layout = self.f, self.tiles, block, self.layout
+        ways = max(1, min(4, 8 // count))
+        unroll = 4 if edge is None else 1
+        weights = self.p.at(g0 * self.page * tiles.weight_bytes)
+        values = here.at(layout.k_bytes)
+        with f.loop(0, self.chunks) as c:
+            state = self.o.at(c * 64 + g0 * self.dim * 4)
+            acc = [self._accumulators(state, g, ways) for g in range(count)]
             with f.loop(r0, r1, unroll) as r:
-                self._value_rows(here, ahead if fetch else None, r, unroll, (g0, c0), acc)
-            for c in range(size):
-                for g in range(count):
-                    total = acc[c][g][0].get()
-                    for other in acc[c][g][1:]:
-                        total = total + other.get()
-                    f.store(total, self.o, ((g0 + g) * self.dim + (c0 + c) * LANES) * 4)
+                mask = None if edge is None or layout.per_lane != 2 else self._row_mask(r, edge)
+                at = c * self.column_bytes + r * layout.line_bytes
+                lines, words = values.at(at), weights.at(r * (tiles.words_per_line * 4))
+                for u in range(unroll):
+                    if ahead is not None and (u * layout.line_bytes) % self.fetch_every == 0:
+                        f.prefetch(ahead.at(at + u * layout.line_bytes), L2)
+                    self._mac_line(lines.at(u * layout.line_bytes), words, u, self.page, acc, mask)
+            for g in range(count):
+                f.store(_sum(acc[g]), state, g * self.dim * 4)
 
-    def _accumulators(self, g: int, c: int, ways: int) -> list:
+    def _accumulators(self, state: Value, g: int, ways: int) -> list[Var]:
         f = self.f
-        first = f.var(V16F, f.load(V16F, self.o, (g * self.dim + c * LANES) * 4))
+        first = f.var(V16F, f.load(V16F, state, g * self.dim * 4))
         return [first, *(f.var(V16F, 0.0) for _ in range(ways - 1))]
 
-    def _value_rows(self, here: Value, ahead: Value | None, r: Value, unroll: int, corner: tuple[int, int], acc: list) -> None:
-        f, tiles, (g0, c0), layout = self.f, self.tiles, corner, self.layout
-        at = r * self.row_bytes + layout.k_bytes
-        lines = here.at(at)
-        weights = self.p.at(r * (tiles.words_per_line * 4) + g0 * self.page * tiles.weight_bytes)
-        mask = self._row_mask(r) if unroll == 1 and layout.per_lane == 2 else None
-        for u in range(unroll):
-            for c in range(len(acc)):
-                offset = u * self.row_bytes + (c0 + c) * layout.line_bytes
-                if ahead is not None and offset % 64 == 0:
-                    f.prefetch(ahead.at(at + offset), L2)
-                self._mac_line(lines.at(offset), weights, u, self.page, acc[c], mask)
-
-    def _row_mask(self, r: Value) -> Value:
+    def _row_mask(self, r: Value, edge: tuple[Value, Value]) -> Value:
         """Bits of a bf16 pair that belong to allowed positions; a NaN in the other half must not meet its weight 0."""
-        low, high = self._edge
-        mask = (r * 2 >= low).select(self.f.const(I32, 0xFFFF), 0) | (r * 2 + 1 < high).select(
-            self.f.const(I32, -65536), 0
-        )
-        return mask.splat(LANES)
+        f, (low, high) = self.f, edge
+        even = (r * 2 >= low).select(f.const(I32, 0xFFFF), 0)
+        odd = (r * 2 + 1 < high).select(f.const(I32, -65536), 0)
+        return (even | odd).splat(LANES)
 
     # ------------------------------------------------------------------ results
     def _finish(self, item: Value) -> None:

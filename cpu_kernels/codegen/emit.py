@@ -12,8 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Union
-
 import numpy as np
 
 I1, I8, I16, I32, I64, F32, PTR = "i1", "i8", "i16", "i32", "i64", "float", "ptr"
@@ -166,7 +164,7 @@ class Value:
         return self.fn.let(PTR, f"getelementptr i8, ptr {self.name}, i64 {rhs.name}")
 
 
-Number = Union[Value, int, float]
+Number = Value | int | float
 
 
 class Var:
@@ -254,6 +252,10 @@ class Function:
         slot = "%" + self.fresh("b")
         self._slots.append(f"  {slot} = alloca [{num_bytes} x i8], align 64")
         return Value(self, PTR, slot)
+
+    def dynamic_buffer(self, num_bytes: Value) -> Value:
+        """Stack memory of a size known at run time; take it once, outside of loops."""
+        return self.let(PTR, f"alloca i8, i64 {num_bytes.name}, align 64")
 
     def prefetch(self, pointer: Value, locality: int) -> None:
         self.module.declare("llvm.prefetch.p0", "void", (PTR, I32, I32, I32))

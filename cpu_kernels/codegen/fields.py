@@ -20,6 +20,7 @@ class Job(IntEnum):
     FAULT = 23
     PRIORITY = 24
     POOL = 25  # address of the control block, for the native push
+    # From here on `NativeDecode.fill` writes all words in this order.
     KERNEL = 32
     CHUNKS = 33  # address of unit numbers [num_chunks + 1]
     ITEMS = 34
@@ -52,9 +53,11 @@ class Job(IntEnum):
     ALIBI = 61  # address of float32 [num_q_heads], 0: off
     SINKS = 62  # address of float32 [num_q_heads], 0: off
     NUM_KV_HEADS = 63
+    UNIT_HEADS = 64  # KV heads of one unit (the last unit of an item may have fewer)
+    UNITS_PER_ITEM = 65
 
 
-JOB_WORDS = 64
+JOB_WORDS = 72
 
 
 class Item(IntEnum):

@@ -26,23 +26,23 @@ class RowCodec:
         self._row = f.buffer(layout.head_dim * 4)
 
     def _places(self, block: Value, offset: Value) -> tuple[tuple[Value, int], tuple[Value, int]]:
-        """Return (address of dim 0, ...) of K and of V for a token at `offset` in the page."""
+        """Return (address of dim 0, bytes to the next line of dims) of K and of V for a token at `offset`."""
         n, size, dim = self.layout.per_lane, self.layout.element_bytes, self.layout.head_dim
         tile, lane = offset // LANES, offset % LANES
         k = block.at(tile * (LANES * dim * size) + lane * (n * size))
-        v = block.at((offset // n) * (dim * n * size) + (offset % n) * size + self.layout.k_bytes)
-        return (k, LANES * n * size), (v, n * size)
+        v = block.at((offset // n) * (LANES * n * size) + (offset % n) * size + self.layout.k_bytes)
+        return (k, LANES * n * size), (v, self.layout.page_size // n * LANES * n * size)
 
     def _scale_at(self, block: Value, offset: Value, which: int) -> Value:
         return block.at(offset * 4 + (2 * self.layout.k_bytes + which * 4 * self.layout.page_size))
 
     def _element(self, place: tuple[Value, int], which: int, d: Value) -> Value:
-        """Address of element `d`: K keeps n dims of a token side by side, V strides by the lane."""
+        """Address of element `d`: a line of K holds n dims of a token, a line of V holds 16."""
         base, stride = place
         n, size = self.layout.per_lane, self.layout.element_bytes
         if which == 0:
             return base.at((d // n) * stride + (d % n) * size)
-        return base.at(d * stride)
+        return base.at((d // LANES) * stride + (d % LANES) * (n * size))
 
     def write(self, block: Value, offset: Value, k: Value, v: Value, code: Value) -> None:
         """Convert the plain rows at `k` and `v` (run-time type `code`) and write them as token `offset`."""

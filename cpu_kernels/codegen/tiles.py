@@ -124,4 +124,3 @@ def store_from_f32(f: Function, x: Value, pointer: Value, code: Value, lanes: in
 def element_shift(code: Value) -> Value:
     """log2 of the element size of a run-time type."""
     return code.eq(0).select(code.fn.const(code.kind, 2), 1)
-
