@@ -41,28 +41,40 @@ def block_of(columns: int) -> int:
     return max(16, triton.next_power_of_2(columns))
 
 
+def tensor_cores(dtype: torch.dtype, capability: Capability) -> bool:
+    """Whether ``tl.dot`` becomes matrix instructions: 16-bit types from 8.0 on.
+
+    Elsewhere (float32 in full precision, and all of 7.5, for which Triton 3.9 emits no ``mma``) it becomes
+    multiply-adds that hold their operands in registers, so tiles must be small.
+    """
+    return dtype is not torch.float32 and (capability.bf16 or capability.interpreter)
+
+
 def decode_config(
     dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability
 ) -> Config:
-    """``bodies.decode.attend_split``. The group is padded to 16 rows, a tensor core's least, or to blocks of 32.
+    """``bodies.decode.attend_split``.
 
-    Keys per tile x head_dim are chosen so that K and V tiles times the stages fit the smallest shared memory among
-    the devices of the class (99 KiB on 8.6 and 8.9).
+    For tensor cores the group is padded to 16 rows, their least, or to blocks of 32; keys per tile x head_dim are such
+    that K and V tiles times the stages fit 99 KiB. Multiply-adds pay for padding, so a small group is padded to 4.
     """
     block_d = block_of(head_dim)
-    if dtype is torch.float32:
-        block_n, stages = (32, 2) if block_d <= 128 else (16, 2)
+    if tensor_cores(dtype, capability):
+        block_g = 16 if group <= 16 else 32
+        block_n = 64 if block_d < 128 or (block_d == 128 and block_g == 16) else 32
+        warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
     else:
-        block_n = 64 if block_d <= 128 else 32
-        stages = 3 if capability.shared_bytes >= 160_000 else 2
+        block_g = 4 if group <= 4 else 16
+        block_n = 32 if block_d <= 64 else 16
+        warps, stages = 4 if block_d <= 128 else 8, 1
     constants = {
         "QUANTISED": quantised,
         "EXTRAS": extras,
-        "BLOCK_G": 16 if group <= 16 else 32,
+        "BLOCK_G": block_g,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
     }
-    return Config(constants, num_warps=4, num_stages=stages)
+    return Config(constants, warps, stages)
 
 
 def combine_config(head_dim: int) -> Config:
@@ -71,17 +83,18 @@ def combine_config(head_dim: int) -> Config:
 
 
 def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: int, capability: Capability) -> Config:
-    """``bodies.prefill.attend_tile``."""
+    """``bodies.prefill.attend_tile``. The sizes are the largest that the compile gate finds free of spills."""
     block_d = block_of(head_dim)
-    block_m, warps, stages = 64, 4, 2
-    if dtype is torch.float32:
-        block_m, block_n = (32, 32) if block_d <= 128 else (16, 16)
+    if not tensor_cores(dtype, capability):
+        block_m, block_n, warps, stages = 32 if block_d <= 128 else 16, 16, 8, 1
+    elif block_d > 128:
+        block_m, block_n, warps, stages = 64, 32, 8, 2
+    elif capability.sm >= 90:
+        block_m, block_n, warps, stages = 64, 32 if quantised and block_d == 128 else 64, 4, 3
+    elif quantised:
+        block_m, block_n, warps, stages = 64, 32, 8, 2
     else:
-        block_n = 64 if block_d <= 128 else 32
-        if block_d > 128:
-            warps = 8
-        if capability.shared_bytes >= 160_000 and block_d <= 128:
-            stages = 3
+        block_m, block_n, warps, stages = 64, 64, 4 if block_d <= 64 else 8, 2
     constants = {
         "QUANTISED": quantised,
         "EXTRAS": extras,
@@ -89,7 +102,7 @@ def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: 
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
     }
-    return Config(constants, num_warps=warps, num_stages=stages)
+    return Config(constants, warps, stages)
 
 
 def append_config(quantised: bool, head_dim: int) -> Config:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-_ROUND: tl.constexpr = 12582912.0  # 1.5 * 2**23: adding and taking it away rounds |x| < 2**22 to nearest even
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it away rounds |x| < 2**22 to nearest even
 
 
 @triton.jit

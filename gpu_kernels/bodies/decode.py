@@ -27,8 +27,8 @@ def attend_split(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_ptr, sink_ptr, item_seq_ptr, item_split_ptr, table_ptr,
     len_ptr, out_ptr, lse_ptr, q_stride, q_stride_head, cache_stride, cache_stride_head, scale_stride,
     scale_stride_head, out_stride, out_stride_head, lse_stride, table_stride, sm_scale, cap, window_left, group,
-    head_dim, page_shift, split_tokens, QUANTISED: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    head_dim, page_shift, split_tokens, QUANTISED: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One split of one sequence for the query heads of one kv head -> out[item], lse[item]."""
     item = tl.program_id(0).to(tl.int64)

@@ -45,13 +45,14 @@ def finish(m, total, sink):
     """The factor that turns the running sum into the output, and the natural-log LSE.
 
     ``sink`` is one more logit in the denominator that has no value row (-inf: none). Without it every factor here
-    is exactly 1, so a result that passes through is unchanged bit for bit.
+    is exactly 1, so a result that passes through is unchanged bit for bit. A row without keys is empty (0 and -inf)
+    with a sink as well, or a merge would count the sink twice.
     """
     top = tl.maximum(m, sink)
     safe = finite_or_zero(top)
     shrink = tl.exp(m - safe)
     denominator = total * shrink + tl.exp(sink - safe)
-    some = denominator > 0.0
+    some = total > 0.0
     denominator = tl.where(some, denominator, 1.0)
     lse = tl.where(some, safe + tl.log(denominator), float("-inf"))
     return shrink, denominator, lse
