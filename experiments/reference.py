@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from hybridattn.core.errors import InputError
 from hybridattn.models.load import load

@@ -23,10 +23,18 @@ class Ticket(Protocol):
     """What submitting an op returns."""
 
     op: Op
-    start_ns: int  # valid once done()
-    end_ns: int
-    error: BaseException | None
     result: Any
+
+    @property
+    def start_ns(self) -> int:
+        """Valid once done()."""
+        ...
+
+    @property
+    def end_ns(self) -> int: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
 
     def done(self) -> bool: ...
 

@@ -160,8 +160,9 @@ class HostDevice:
             worker.stop()
         self._cpu.stop()
         self.pool.close(timeout_s=self._close_timeout_s)
-        for part in (*self._workers.values(), self._cpu):
-            part.join(max(0.0, deadline - time.perf_counter()))
+        for worker in self._workers.values():
+            worker.join(max(0.0, deadline - time.perf_counter()))
+        self._cpu.join(max(0.0, deadline - time.perf_counter()))
 
 
 def _spans(tickets: list[HostTicket]) -> list[Span]:

@@ -29,8 +29,8 @@ def causal_attention(
         mask = key <= query
         if window is not None:
             mask &= key > query - window
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
     out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, scale=sm_scale, enable_gqa=True
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=sm_scale, enable_gqa=True
     )
     return out.squeeze(0).transpose(0, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def git_commit() -> str:
-    """Short commit id of the checkout this file lies in, ``-dirty`` appended with local changes; ``unknown`` outside."""
+    """Short commit id of the checkout of this file, with ``-dirty`` for local changes; ``unknown`` outside of one."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

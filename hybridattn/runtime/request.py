@@ -25,10 +25,28 @@ class Request:
     """
 
     __slots__ = (
-        "arrival_ns", "blocks", "end_ns", "error", "events", "finish_reason", "in_flight", "index", "max_tokens", "num_computed",
-        "num_prompt", "params", "preemptions", "request_id", "requeue", "scheduled_ns", "state", "text", "tier",
-        "token_ids", "token_ns",
-    )  # fmt: skip
+        "arrival_ns",
+        "blocks",
+        "end_ns",
+        "error",
+        "events",
+        "finish_reason",
+        "in_flight",
+        "index",
+        "max_tokens",
+        "num_computed",
+        "num_prompt",
+        "params",
+        "preemptions",
+        "request_id",
+        "requeue",
+        "scheduled_ns",
+        "state",
+        "text",
+        "tier",
+        "token_ids",
+        "token_ns",
+    )
 
     def __init__(
         self, request_id: str, index: int, prompt: list[int], max_tokens: int, params: Any, arrival_ns: int

@@ -89,7 +89,7 @@ def test_any_graph_keeps_the_invariants_on_sim(graph):
                     ticket.wait(SECOND)
             name = str(i)
             work = Work("other", 0, ms * MS, 1)
-            made = Op(name, lane, work, lambda n=name: ran.append(n), priority=SKIPPED if skipped else WAITED)
+            made = Op(name, lane, work, lambda n=name, ran=ran: ran.append(n), priority=SKIPPED if skipped else WAITED)
             tickets.append(device.submit(made, after))
         spans = device.drain(1000 * SECOND)
         assert violations(spans) == []

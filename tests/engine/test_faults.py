@@ -59,7 +59,7 @@ def test_E18_a_worker_that_hangs_ends_within_the_time_out(tiny, policy):
     with open_tiny(tiny, policy=policy, op_timeout_s=0.5, device_options={"close_timeout_s": 2.0}) as llm:
         inject(llm, "hang", 3)
         started = time.perf_counter()
-        with pytest.raises(StallError, match=r"cpu.attention at layer \d of request r1 (did not end|ended) within 0.5 s"):
+        with pytest.raises(StallError, match=r"cpu.attention at layer \d of request r1 .* within 0.5 s"):
             llm.generate(TOKENS, SamplingParams(max_tokens=8))
         assert time.perf_counter() - started < 20  # bounded; generous, because the machine may be busy
         assert llm.free_blocks() == {"gpu": 8, "cpu": 8}

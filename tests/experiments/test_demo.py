@@ -1,0 +1,59 @@
+"""The demo, shrunk: what it prints, what it leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path, *overrides):
+    argv = [sys.executable, "-m", "experiments.run", f"results_root={tmp_path}", *overrides]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path):
+    done = run(tmp_path, "+experiment=demo", "settings.max_tokens=5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8 of 8 answers (40 token ids) equal to") == 3
+    assert "measured on host" in done.stdout
+    latest = tmp_path / "demo" / "latest"
+    assert latest.is_symlink()
+    rows = [json.loads(line) for line in (latest / "rows.jsonl").read_text().splitlines()]
+    assert [r["policy"] for r in rows] == ["gpu_only", "sync_offload", "async_overlap"]
+    for row in rows:
+        assert (row["kind"], row["device"], row["equal_to_reference"]) == ("measured", "host", True)
+        assert row["profile"] and row["commit"] and row["output_tokens_per_s"] > 0
+    assert rows[0]["polls_made"] == 0 and rows[2]["polls_made"] > 0
+    assert rows[2]["overlap_fraction"] > 0
+    assert rows[1]["layers_per_iteration"] == pytest.approx(30)
+    summary = json.loads((latest / "summary.json").read_text())
+    assert summary["source"] == "measured" and set(summary["equal_to_reference"].values()) == {True}
+    trace = json.loads((latest / "trace.json").read_text())
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    used = {names[e["tid"]] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert used == {"gpu.compute", "cpu.attention", "gpu.d2h", "gpu.h2d"}
+    assert (latest / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = "".join(path.read_text() for path in (latest / "rows.jsonl", latest / "trace.json", latest / "summary.json"))
+    assert "capital of France" not in text  # results carry no prompt text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "no experiment was chosen: add +experiment=NAME"),
+        (("+experiment=demo", "+settings.max_tokns=5"), "max_tokns"),
+        (("+experiment=demo", "settings.max_tokens=many"), "max_tokens"),
+        (("+experiment=demo", "settings.prompts=[]"), "settings.prompts holds no prompt"),
+        (("+experiment=demo", "settings.policies=[nonsense]"), "policy 'nonsense' is unknown"),
+    ],
+)
+def test_bad_settings_get_one_sentence_and_exit_code_2(tmp_path, overrides, message):
+    done = run(tmp_path, *overrides)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
