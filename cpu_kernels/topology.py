@@ -77,7 +77,7 @@ def read(root: str | Path = "/") -> Topology:
     """
     base = Path(root)
     allowed = _allowed(base)
-    first = {}
+    first: dict[tuple[int, ...], int] = {}
     for cpu in allowed:
         first.setdefault(_core_of(base, cpu), cpu)
     leaders = tuple(first.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+
 import numpy as np
 
 I1, I8, I16, I32, I64, F32, PTR = "i1", "i8", "i16", "i32", "i64", "float", "ptr"
@@ -355,6 +356,10 @@ class Module:
     def declare(self, name: str, result: str, args: tuple[str, ...]) -> None:
         if all(f.name != name for f in self._functions):
             self._declared.setdefault(name, f"declare {result} @{name}({', '.join(args)})")
+
+    def declare_text(self, name: str, text: str) -> None:
+        """Declare a function whose arguments carry attributes."""
+        self._declared.setdefault(name, text)
 
     def text(self) -> str:
         return "\n".join([*self._declared.values(), "", *(f.text() for f in self._functions)])

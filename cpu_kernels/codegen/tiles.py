@@ -16,8 +16,6 @@ from cpu_kernels.codegen.emit import F32, I16, I32, Function, Value, vec
 from cpu_kernels.layout import Layout
 
 V16F, V16I = vec(16, F32), vec(16, I32)
-# Accumulators of 16 floats that a level can hold in registers beside its operands.
-ACCUMULATORS = {"amx_bf16": 24, "avx512_bf16": 24, "avx512": 24, "avx2": 6, "portable": 4}
 
 
 class WideTiles:
@@ -25,7 +23,6 @@ class WideTiles:
 
     def __init__(self, layout: Layout, level: str) -> None:
         self.layout, self.level = layout, level
-        self.accumulators = ACCUMULATORS[level]
         self.words_per_line = layout.per_lane
         self.word_kind = F32
         # A bf16 line is used as two float vectors; more queries than this per line spill on narrow registers.
@@ -58,12 +55,17 @@ class WideTiles:
         f.store(x, where)
 
 
+def dot_bf16(acc: Value, line: Value, word: Value) -> Value:
+    """``acc`` plus, in every lane, the dot product of the line's bf16 pair with the pair in `word`."""
+    pairs = vec(32, "bfloat")
+    return acc.fn.call(V16F, "llvm.x86.avx512bf16.dpbf16ps.512", acc, line.bits(pairs), word.splat(16).bits(pairs))
+
+
 class DotTiles:
     """bf16 lines and the 512-bit dot product of pairs; one instruction is 32 multiply-adds."""
 
     def __init__(self, layout: Layout, level: str) -> None:
         self.layout, self.level = layout, level
-        self.accumulators = ACCUMULATORS[level]
         self.words_per_line = 1
         self.word_kind = I32
         self.max_group = 8
@@ -77,23 +79,13 @@ class DotTiles:
         return [x if mask is None else x & mask]
 
     def mac(self, acc: Value, factor: Value, word: Value) -> Value:
-        pairs = vec(32, "bfloat")
-        return acc.fn.call(
-            V16F, "llvm.x86.avx512bf16.dpbf16ps.512", acc, factor.bits(pairs), word.splat(16).bits(pairs)
-        )
+        return dot_bf16(acc, factor, word)
 
     def store_weights(self, f: Function, x: Value, where: Value) -> None:
         f.store(f.call(vec(16, "bfloat"), "llvm.x86.avx512bf16.cvtneps2bf16.512", x), where)
 
 
 Tiles = WideTiles | DotTiles
-
-
-def tiles_for(layout: Layout, level: str) -> Tiles:
-    """Choose the tile operations of a dtype on a level."""
-    if level in ("avx512_bf16", "amx_bf16") and layout.dtype == "bf16":
-        return DotTiles(layout, level)
-    return WideTiles(layout, level)
 
 
 def load_as_f32(f: Function, pointer: Value, code: Value, lanes: int, level: str) -> Value:

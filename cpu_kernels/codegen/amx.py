@@ -1,0 +1,188 @@
+"""Page math of bf16 pages with AMX tiles: 16 query heads x 16 lanes x 32 bf16 multiply-adds an instruction.
+
+A page's lines are B tiles as they lie in memory (a row of a B tile is 16 lanes of bf16 pairs)::
+
+    scores   C[heads][16 positions] += A[heads][32 dims of q] . B[16 dim pairs][16 positions]      one per 32 dims
+    values   C[heads][16 dims]      += A[heads][32 weights]   . B[16 position pairs][16 dims]      one per 32 positions
+
+A remainder of 16 dims or 16 positions uses tiles of half the depth. Pages with masked positions go through the line
+math, whose weights and queries have the same form. `HardwareTiles` emits the instructions; `EmulatedTiles` computes the
+same on memory with bf16 dot products, so that the algorithm is tested on machines without AMX.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cpu_kernels.codegen.emit import I8, I16, I32, I64, Function, Value
+from cpu_kernels.codegen.frame import L2, Frame, blocks_of
+from cpu_kernels.codegen.lines import Edge, LineMath
+from cpu_kernels.codegen.tiles import V16F, V16I, DotTiles, dot_bf16
+from cpu_kernels.layout import LANES
+
+MAX_ROWS = 16
+C, A, B, A_HALF, B_HALF = range(5)  # tile numbers by role
+TILE_BYTES = 1024
+
+
+class TileOps(Protocol):
+    """The AMX instructions that the page math needs; `count` is the number of query heads in the tiles."""
+
+    def configure(self, f: Function, count: int) -> None: ...
+
+    def release(self, f: Function) -> None: ...
+
+    def load(self, f: Function, tile: int, where: Value, stride: int) -> None: ...
+
+    def store(self, f: Function, tile: int, where: Value, stride: int) -> None: ...
+
+    def zero(self, f: Function, tile: int) -> None: ...
+
+    def multiply(self, f: Function, c: int, a: int, b: int) -> None: ...
+
+
+def shapes(count: int) -> dict[int, tuple[int, int]]:
+    """Rows and bytes per row of every tile for `count` query heads."""
+    return {C: (count, 64), A: (count, 64), B: (16, 64), A_HALF: (count, 32), B_HALF: (8, 64)}
+
+
+class HardwareTiles:
+    """The instructions themselves, on explicit tile registers."""
+
+    def configure(self, f: Function, count: int) -> None:
+        """Write the 64-byte configuration (palette 1) and load it; tiles are per thread, so each call does it."""
+        config = f.buffer(64)
+        for at in range(0, 64, 8):
+            f.store(f.const(I64, 0), config, at)
+        f.store(f.const(I8, 1), config)
+        for tile, (rows, width) in shapes(count).items():
+            f.store(f.const(I16, width), config, 16 + 2 * tile)
+            f.store(f.const(I8, rows), config, 48 + tile)
+        f.call("void", "llvm.x86.ldtilecfg", config)
+
+    def release(self, f: Function) -> None:
+        f.call("void", "llvm.x86.tilerelease")
+
+    def _op(self, f: Function, name: str, kinds: str, text: str) -> None:
+        f.module.declare_text(name, f"declare void @{name}({kinds})")
+        f.do(f"call void @{name}({text})")
+
+    def load(self, f: Function, tile: int, where: Value, stride: int) -> None:
+        text = f"i8 {tile}, ptr {where.name}, i64 {stride}"
+        self._op(f, "llvm.x86.tileloadd64", "i8 immarg, ptr, i64", text)
+
+    def store(self, f: Function, tile: int, where: Value, stride: int) -> None:
+        text = f"i8 {tile}, ptr {where.name}, i64 {stride}"
+        self._op(f, "llvm.x86.tilestored64", "i8 immarg, ptr, i64", text)
+
+    def zero(self, f: Function, tile: int) -> None:
+        self._op(f, "llvm.x86.tilezero", "i8 immarg", f"i8 {tile}")
+
+    def multiply(self, f: Function, c: int, a: int, b: int) -> None:
+        kinds = "i8 immarg, i8 immarg, i8 immarg"
+        self._op(f, "llvm.x86.tdpbf16ps", kinds, f"i8 {c}, i8 {a}, i8 {b}")
+
+
+class EmulatedTiles:
+    """Tiles as 1 KiB buffers, rows of 64 bytes; for tests of the algorithm."""
+
+    def __init__(self, f: Function) -> None:
+        self.buffers = [f.buffer(TILE_BYTES) for _ in range(5)]
+        self.shape: dict[int, tuple[int, int]] = {}
+
+    def configure(self, f: Function, count: int) -> None:
+        self.shape = shapes(count)
+
+    def release(self, f: Function) -> None:
+        pass
+
+    def load(self, f: Function, tile: int, where: Value, stride: int) -> None:
+        rows, width = self.shape[tile]
+        for row in range(rows):
+            for at in range(0, width, 4):
+                f.store(f.load(I32, where, row * stride + at), self.buffers[tile], row * 64 + at)
+
+    def store(self, f: Function, tile: int, where: Value, stride: int) -> None:
+        for row in range(self.shape[tile][0]):
+            f.store(f.load(V16F, self.buffers[tile], row * 64), where, row * stride)
+
+    def zero(self, f: Function, tile: int) -> None:
+        for row in range(self.shape[tile][0]):
+            f.store(f.const(V16F, 0.0), self.buffers[tile], row * 64)
+
+    def multiply(self, f: Function, c: int, a: int, b: int) -> None:
+        """C[m] += sum over k of (pair A[m][k]) . (pairs B[k])."""
+        depth = self.shape[b][0]
+        if self.shape[a][1] != 4 * depth:
+            raise ValueError(f"tile A has {self.shape[a][1]} bytes a row, tile B {depth} rows: they do not match")
+        for row in range(self.shape[c][0]):
+            total = f.load(V16F, self.buffers[c], row * 64)
+            for k in range(depth):
+                pair = f.load(I32, self.buffers[a], row * 64 + 4 * k)
+                total = dot_bf16(total, f.load(V16I, self.buffers[b], k * 64), pair)
+            f.store(total, self.buffers[c], row * 64)
+
+
+class AmxMath(LineMath):
+    """Page math on AMX tiles for whole pages, on lines for the others."""
+
+    def __init__(self, k: Frame, tiles: DotTiles, ops: TileOps) -> None:
+        super().__init__(k, tiles)
+        self.ops = ops
+        self.rows = blocks_of(k.group, MAX_ROWS)
+
+    def begin(self, k: Frame) -> None:
+        if len(self.rows) == 1:
+            self.ops.configure(k.f, k.group)
+
+    def end(self, k: Frame) -> None:
+        self.ops.release(k.f)
+
+    def _use(self, k: Frame, count: int) -> None:
+        """Groups above 16 heads are cut into blocks; their sizes may differ, so each block configures its own."""
+        if len(self.rows) > 1:
+            self.ops.configure(k.f, count)
+
+    def scores(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
+        if edge is not None:
+            super().scores(k, here, ahead, edge)
+            return
+        f, ops = k.f, self.ops
+        for number, (g0, count) in enumerate(self.rows):
+            self._use(k, count)
+            queries = k.q.at(g0 * k.dim * 2)
+            with f.loop(0, k.page // LANES) as t:
+                ops.zero(f, C)
+                at = t * k.tile_bytes
+                for d in range(0, k.dim, 32):
+                    self._step(k, queries.at(d * 2), k.dim * 2, here.at(at + d * 32), k.dim - d < 32)
+                    self._fetch(k, ahead if number == 0 else None, at + d * 32, min(32, k.dim - d) * 32)
+                ops.store(f, C, k.s.at(t * 64 + g0 * k.page * 4), k.page * 4)
+
+    def _step(self, k: Frame, factors: Value, stride: int, lines: Value, half: bool) -> None:
+        a, b = (A_HALF, B_HALF) if half else (A, B)
+        self.ops.load(k.f, a, factors, stride)
+        self.ops.load(k.f, b, lines, 64)
+        self.ops.multiply(k.f, C, a, b)
+
+    def _fetch(self, k: Frame, ahead: Value | None, at: Value, num_bytes: int) -> None:
+        if ahead is not None:
+            for line in range(0, num_bytes, 64):
+                k.f.prefetch(ahead.at(at + line), L2)
+
+    def values(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
+        if edge is not None:
+            super().values(k, here, ahead, edge)
+            return
+        f, ops, values = k.f, self.ops, here.at(k.layout.k_bytes)
+        for number, (g0, count) in enumerate(self.rows):
+            self._use(k, count)
+            weights = self.p.at(g0 * k.page * 2)
+            with f.loop(0, k.chunks) as c:
+                state = k.o.at(c * 64 + g0 * k.dim * 4)
+                ops.load(f, C, state, k.dim * 4)
+                at = c * k.column_bytes
+                for row in range(0, k.page, 32):
+                    self._step(k, weights.at(row * 2), k.page * 2, values.at(at + row * 32), k.page - row < 32)
+                    self._fetch(k, ahead if number == 0 else None, at + row * 32, min(32, k.page - row) * 32)
+                ops.store(f, C, state, k.dim * 4)
