@@ -23,19 +23,26 @@ from hybridattn.runtime.params import SamplingParams
 class SampleRow:
     """What sampling needs to know of one row.
 
-    ``position`` is the number of tokens that the request has generated before this one. ``history`` and ``num_prompt``
-    (prompt tokens, then output) are read only if a penalty is set; ``blocked`` ids cannot be drawn.
+    ``seed`` may be None for a greedy row. ``position`` is the number of tokens that the request has generated before
+    this one. ``history`` (prompt, then output) and ``num_prompt`` are read only if a penalty is set. ``blocked`` ids
+    cannot be drawn; those that the vocabulary does not have are ignored.
     """
 
     params: SamplingParams
-    seed: int
+    seed: int | None
     position: int
     history: tuple[int, ...] = ()
     num_prompt: int = 0
     blocked: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.seed is None and not self.params.greedy:
+            raise InputError("a sampled row needs a seed; give the request one when it is made")
+        if self.position < 0:
+            raise InputError(f"output position must be at least 0, got {self.position}")
+
     @classmethod
-    def of(cls, request: RequestLike, seed: int, eos_ids: Collection[int]) -> SampleRow:
+    def of(cls, request: RequestLike, seed: int | None, eos_ids: Collection[int]) -> SampleRow:
         """The row of a request as it stands now; copies its tokens if a penalty needs them."""
         params: SamplingParams = request.params
         position = len(request.token_ids) - request.num_prompt
@@ -101,7 +108,7 @@ def first_maximum(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int:
     values = logits.detach().cpu().numpy().astype(np.float64)  # by NumPy: torch would wake its thread pool for it
     _penalise(values, row)
-    values[list(row.blocked)] = -math.inf
+    values[[i for i in row.blocked if i < len(values)]] = -math.inf
     top = values.max()
     if top == -math.inf:
         raise InputError(f"logits of row {index} leave no token that is allowed")
@@ -134,6 +141,7 @@ def _draw(values: np.ndarray, row: SampleRow, top: float) -> int:
     weights = np.exp(scaled)
     kept = _top_p(weights, p.top_p) & (weights >= p.min_p) & (weights > 0)  # the largest weight is 1
     ids, weights = ids[kept], weights[kept]
+    assert row.seed is not None  # checked when the row was made
     cumulative = weights.cumsum()
     at = np.searchsorted(cumulative, uniform(row.seed, row.position) * cumulative[-1], side="right")
     return int(ids[min(at, len(ids) - 1)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -81,10 +80,6 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    def request_seed(self) -> int:
-        """The seed of a new request: the given one, else a fresh one that the request then keeps for its life."""
-        return self.seed if self.seed is not None else secrets.randbits(64)
 
     def ending_ids(self, eos_ids: Collection[int]) -> frozenset[int]:
         """Ids that end the request: the user's stop ids, and the model's end-of-sequence ids unless ignored."""

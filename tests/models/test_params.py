@@ -50,12 +50,6 @@ def test_lists_and_a_bare_stop_string_become_tuples():
     assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(3, 4)))
 
 
-def test_S04_a_request_without_a_seed_gets_one_of_its_own():
-    assert SamplingParams(seed=0).request_seed() == 0
-    seeds = {SamplingParams().request_seed() for _ in range(20)}
-    assert len(seeds) == 20 and all(0 <= s < 2**64 for s in seeds)
-
-
 def test_S07_ends_of_a_request():
     params = SamplingParams(max_tokens=3, stop_token_ids=[9])
     assert params.finish_reason(5, 1, (1, 2)) is None

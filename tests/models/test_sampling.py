@@ -155,6 +155,12 @@ def test_S04_draws_are_fixed_numbers():
     assert np.mean(draws) == pytest.approx(0.5, abs=0.02)
 
 
+def test_S04_a_sampled_row_without_a_seed_is_refused():
+    with pytest.raises(InputError, match="a sampled row needs a seed"):
+        SampleRow(SamplingParams(temperature=1.0), None, 0)
+    assert SampleRow(SamplingParams(), None, 0).plain
+
+
 def test_S05_temperature_0_takes_the_lowest_of_equal_tokens_beside_a_sampled_row():
     values = logits(1, 3)
     values[0, [13, 40]] = 50.0
@@ -181,6 +187,10 @@ def test_S07_end_ids_are_blocked_until_the_minimum_is_reached():
         (token,) = sample(values, [SampleRow.of(request, 0, eos_ids=(2,))])
         assert token == expected
         request.token_ids.append(token)
+
+
+def test_a_blocked_id_outside_the_vocabulary_is_ignored():
+    assert sample(logits(1), [SampleRow(SamplingParams(), 0, 0, blocked=(V, 10**6))]) == argmax(logits(1))
 
 
 def test_S07_ignoring_end_ids_leaves_them_drawable_below_the_minimum():
