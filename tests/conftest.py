@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is imported, here and in subprocesses: two threads of one small product wait for each other, which costs
+# milliseconds each time when another process is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
