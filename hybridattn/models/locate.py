@@ -55,7 +55,8 @@ def resolve(name_or_path: str) -> ModelSource:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"model file {path} does not exist")
-        return _folder(name_or_path, converted(path), f"GGUF {path.name}")
+        changed = f"{path.stat().st_mtime_ns:x}"  # a file of the user's own may be edited in place
+        return _folder(name_or_path, converted(path, changed), f"GGUF {path.name}")
     dummies = ", ".join(DUMMY + shape for shape in DUMMY_SHAPES)
     raise InputError(
         f"model '{name_or_path}' is unknown; give {', '.join(EMBEDDED)}, {dummies}, "

@@ -85,15 +85,6 @@ class SamplingParams:
         """Ids that end the request: the user's stop ids, and the model's end-of-sequence ids unless ignored."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
 
-    def finish_reason(self, token_id: int, num_output: int, eos_ids: Collection[int]) -> str | None:
-        """``stop``, ``length`` or None (goes on) after ``token_id`` became output token number ``num_output``.
-
-        A token that both ends the text and is the last allowed one counts as ``stop``.
-        """
-        if num_output >= self.min_tokens and token_id in self.ending_ids(eos_ids):
-            return "stop"
-        return "length" if num_output >= self.max_tokens else None
-
     def _normalise(self) -> None:
         """Lists become tuples and a bare stop string a tuple of one, so that the object stays hashable."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -19,6 +19,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.models.config import RopeConfig, read_config
 from hybridattn.models.convert import cache_dir, converted
 from hybridattn.models.gguf_facts import PRE_TOKENIZERS
+from hybridattn.models.locate import resolve
 from hybridattn.models.pieces import byte_alphabet
 from hybridattn.models.rope import inverse_frequencies
 from hybridattn.models.text import Tokenizer
@@ -215,6 +216,14 @@ def test_a_converted_file_is_found_again_and_a_changed_one_is_not(write_gguf, ow
     assert len(list(own_cache.iterdir())) == 3
 
 
+def test_an_edit_inside_a_file_of_the_users_own_is_noticed(write_gguf, own_cache):
+    _, _, path = write_gguf()
+    first = resolve(str(path)).folder
+    assert resolve(str(path)).folder == first
+    os.utime(path, ns=(1, 1))
+    assert resolve(str(path)).folder != first
+
+
 def test_a_conversion_that_fails_leaves_no_folder_behind(write_gguf, own_cache, monkeypatch):
     from transformers import AutoTokenizer
 
@@ -246,7 +255,7 @@ def run_load(path: Path) -> subprocess.Popen[str]:
 
 def test_a_start_from_the_cache_is_silent_and_needs_no_transformers(write_gguf):
     _, _, path = write_gguf()
-    folder = converted(path)
+    folder = resolve(str(path)).folder
     process = run_load(path)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")

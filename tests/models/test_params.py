@@ -50,17 +50,6 @@ def test_lists_and_a_bare_stop_string_become_tuples():
     assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(3, 4)))
 
 
-def test_S07_ends_of_a_request():
-    params = SamplingParams(max_tokens=3, stop_token_ids=[9])
-    assert params.finish_reason(5, 1, (1, 2)) is None
-    assert params.finish_reason(2, 1, (1, 2)) == "stop"
-    assert params.finish_reason(9, 2, (1, 2)) == "stop"
-    assert params.finish_reason(5, 3, (1, 2)) == "length"
-    assert params.finish_reason(1, 3, (1, 2)) == "stop"
-
-
 def test_S07_ignore_eos_ignores_the_models_ids_and_not_the_users():
-    params = SamplingParams(max_tokens=3, stop_token_ids=[9], ignore_eos=True)
-    assert params.finish_reason(2, 1, (1, 2)) is None
-    assert params.finish_reason(2, 3, (1, 2)) == "length"
-    assert params.finish_reason(9, 1, (1, 2)) == "stop"
+    assert SamplingParams(stop_token_ids=[9]).ending_ids((1, 2)) == {1, 2, 9}
+    assert SamplingParams(stop_token_ids=[9], ignore_eos=True).ending_ids((1, 2)) == {9}
