@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.catalog import shape
 from hybridattn.models.config import ARCHITECTURES, DecoderConfig, RopeConfig, read_json
 from hybridattn.models.convert import converted
 
@@ -86,10 +87,10 @@ def _folder(name: str, folder: Path, provenance: str) -> ModelSource:
 
 
 def _dummy(name: str) -> ModelSource:
-    shape = name.removeprefix(DUMMY)
-    if shape not in DUMMY_SHAPES:
-        raise InputError(f"dummy shape '{shape}' is unknown; known shapes: {', '.join(DUMMY_SHAPES)}")
-    return ModelSource(name, f"random weights in the shape of {shape}", dummy=DUMMY_SHAPES[shape])
+    known = name.removeprefix(DUMMY)
+    if known not in DUMMY_SHAPES:
+        raise InputError(f"dummy shape '{known}' is unknown; known shapes: {', '.join(DUMMY_SHAPES)}")
+    return ModelSource(name, f"random weights in the shape of {known}", dummy=DUMMY_SHAPES[known])
 
 
 def _shape(architecture: str, rope: RopeConfig, sizes: ModelShape) -> DecoderConfig:
@@ -103,26 +104,11 @@ def _shape(architecture: str, rope: RopeConfig, sizes: ModelShape) -> DecoderCon
     )
 
 
-# The sizes are those of the published config.json files: name, layers, hidden, intermediate, q heads, kv heads,
-# head_dim, vocabulary, longest context, tied embeddings. `tiny` has an odd group (3) and runs anywhere.
+# Sizes come from the catalogue; `tiny` has an odd group (3) and runs anywhere.
 DUMMY_SHAPES: dict[str, DecoderConfig] = {
     "tiny": _shape("llama", RopeConfig(), ModelShape("tiny", 3, 96, 192, 6, 2, 16, 512, 1024, True)),
-    "smollm2-135m": _shape(
-        "llama",
-        RopeConfig(theta=100000.0),
-        ModelShape("smollm2-135m", 30, 576, 1536, 9, 3, 64, 49152, 8192, True),
-    ),
-    "llama2-7b": _shape(
-        "llama", RopeConfig(), ModelShape("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096, False)
-    ),
-    "llama3.1-8b": _shape(
-        "llama",
-        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192),
-        ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072, False),
-    ),
-    "qwen2.5-7b": _shape(
-        "qwen2",
-        RopeConfig(theta=1000000.0),
-        ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, 32768, False),
-    ),
+    "smollm2-135m": _shape("llama", RopeConfig(theta=100000.0), shape("smollm2-135m")),
+    "llama2-7b": _shape("llama", RopeConfig(), shape("llama2-7b")),
+    "llama3.1-8b": _shape("llama", RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), shape("llama3.1-8b")),
+    "qwen2.5-7b": _shape("qwen2", RopeConfig(theta=1000000.0), shape("qwen2.5-7b")),
 }

