@@ -61,7 +61,8 @@ def decode_config(
     block_d = block_of(head_dim)
     if tensor_cores(dtype, capability):
         block_g = 16 if group <= 16 else 32
-        block_n = 64 if block_d < 128 or (block_d == 128 and block_g == 16) else 32
+        small = quantised or block_d > 128 or (block_d == 128 and block_g == 32)
+        block_n = 32 if small else 64
         warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
     else:
         block_g = 4 if group <= 4 else 16

@@ -29,7 +29,7 @@ def append(
     slot = tl.load(slot_ptr + row)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
-    live_h = (head < num_kv_heads) & (slot >= 0)
+    live_h = head < tl.where(slot >= 0, num_kv_heads, 0)
     live = live_h[:, None] & (offs_d < head_dim)[None, :]
     wide_head = head.to(tl.int64)
     page = slot >> page_shift

@@ -3,10 +3,11 @@
 The CPU's block of one page and kv head is all of K, then all of V, then (int8) the K and V scales::
 
     K  [page_size/16][words][16 positions]      a word is SHARE elements of one position, next to each other
-    V  [page_size/SHARE][head_dim]              a word is one element of SHARE positions, one after another
+    V  [head_dim/16][page_size/SHARE][16 dims]  a word is one element of SHARE positions, one after another
 
 SHARE elements fill a 32-bit word (float32 1, 16-bit 2, int8 4); float16 is stored with SHARE 1 and 16-bit words.
-So K is a transposition of words within 16 positions, and V an interleaving of SHARE rows. A program does 16 positions.
+So K is a transposition of words within 16 positions; V interleaves SHARE rows and goes by columns of 16 dims. A program
+does 16 positions.
 """
 
 import triton
@@ -56,7 +57,8 @@ def pack(
         else:
             word = word | (element << (part * (32 // SHARE)))
     v_block = block + page_size * words
-    tl.store(v_block + (first // SHARE + offs_r)[:, None] * head_dim + offs_d[None, :], word, mask=live_d)
+    column = (offs_d // 16) * page_size * (16 // SHARE) + offs_d % 16
+    tl.store(v_block + (first // SHARE + offs_r)[:, None] * 16 + column[None, :], word, mask=live_d)
     if SCALES:
         at = page * scale_stride + head * scale_stride_head + first + lane
         scale_block = v_block + page_size * words + first + lane
@@ -93,7 +95,8 @@ def unpack(
     live_d = (offs_d < head_dim)[None, :]
     v_base = v_ptr + page * v_stride + head * v_stride_head
     v_block = block + page_size * words
-    word = tl.load(v_block + (first // SHARE + offs_r)[:, None] * head_dim + offs_d[None, :], mask=live_d, other=0)
+    column = (offs_d // 16) * page_size * (16 // SHARE) + offs_d % 16
+    word = tl.load(v_block + (first // SHARE + offs_r)[:, None] * 16 + column[None, :], mask=live_d, other=0)
     for part in tl.static_range(SHARE):
         target = (first + offs_r * SHARE + part)[:, None] * head_dim + offs_d[None, :]
         element = word if SHARE == 1 else spread(word, part, SHARE)

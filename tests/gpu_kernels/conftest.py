@@ -8,7 +8,7 @@ rooms and child processes never see it.
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ def _import_kernels() -> None:
 _import_kernels()
 
 from cpu_kernels.reference import decode_reference, prefill_reference  # noqa: E402
-
 from gpu_kernels.environment import interpreted  # noqa: E402
 
 if interpreted() != INTERPRET:
@@ -56,6 +55,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRET else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 @dataclass

@@ -103,7 +103,11 @@ def test_chunked_equals_whole_bit_for_bit(
     whole, whole_lse = prefill_attention(q, *caches, loc([0, 75]), batch.seq_lens, window_left=window_left)
     for begin, end in ((0, 20), (20, 21), (21, 64), (64, 75)):
         part, lse = prefill_attention(
-            q[begin:end], *caches, loc([0, end - begin]), torch.tensor([end], dtype=torch.int32), window_left=window_left
+            q[begin:end],
+            *caches,
+            loc([0, end - begin]),
+            torch.tensor([end], dtype=torch.int32),
+            window_left=window_left,
         )
         assert torch.equal(part, whole[begin:end]) and torch.equal(lse, whole_lse[begin:end])
 
