@@ -9,6 +9,7 @@ from cpu_kernels.merge import merge_state, merge_states
 from cpu_kernels.pages import KVPages, append_kv, copy_pages, gather_kv, pack, unpack
 from cpu_kernels.plan import DecodePlan, plan_decode
 from cpu_kernels.pool import Job, JobCancelled, PoolClosed, WorkerError, WorkerPool
+from cpu_kernels.prefill import prefill
 
 __all__ = [
     "DecodePlan",
@@ -27,6 +28,7 @@ __all__ = [
     "merge_states",
     "pack",
     "plan_decode",
+    "prefill",
     "reference",
     "to_bf16",
     "topology",

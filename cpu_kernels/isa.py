@@ -14,14 +14,17 @@ is refused with the reason.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 LEVELS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
 ENVIRONMENT = "CPU_KERNELS_ISA"
 
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
 _NEEDS = {
@@ -83,7 +86,23 @@ def what_is_missing(level: str, flags: frozenset[str]) -> str:
     lacking = [f for f in _NEEDS[level] if f not in flags]
     if lacking:
         return "the processor lacks " + ", ".join(lacking)
+    if level == "amx_bf16" and not tile_permission():
+        return "the kernel did not grant this process the use of AMX tiles (arch_prctl)"
     return ""
+
+
+@lru_cache(maxsize=1)
+def tile_permission() -> bool:
+    """Ask Linux for the use of AMX tile data, once; the permission then holds for all threads of the process.
+
+    The request is ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``; without it the first tile instruction
+    would end the process.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    libc = ctypes.CDLL(None)
+    arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return int(libc.syscall(*(ctypes.c_long(x) for x in arguments))) == 0
 
 
 def detect(flags: frozenset[str] | None = None, override: str | None = None) -> IsaChoice:

@@ -82,7 +82,7 @@ def chunk_edges(items: np.ndarray, heads: int, token_bytes: int) -> np.ndarray:
     cost = np.repeat(np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1) * token_bytes, heads)
     done = np.cumsum(cost)
     if not len(done):
-        return np.zeros(1, np.int64)
+        return np.zeros(2, np.int64)  # one empty chunk: a job without work ends like any other
     size = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, int(done[-1]) // CHUNKS_PER_JOB))
     marks = np.arange(size, int(done[-1]), size)
     edges = np.concatenate(([0], np.searchsorted(done, marks, side="left") + 1, [len(done)]))

@@ -316,7 +316,7 @@ class WorkerPool:
             with self._lock:
                 self._free.append(index)
             raise
-        self._reset_descriptor(index * JOB_WORDS, max(native.num_chunks, 1), sequence, priority, _FAULTS[fault])
+        self._reset_descriptor(index * JOB_WORDS, native.num_chunks, sequence, priority, _FAULTS[fault])
         job = Job(self, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)

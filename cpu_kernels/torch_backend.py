@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_kernels.pages import append_kv, gather_kv
+from cpu_kernels.pages import KVPages, append_kv, gather_kv
 from cpu_kernels.plan import DecodeInputs
 
 
@@ -83,3 +83,45 @@ def make(inputs: DecodeInputs, isa: str | None) -> TorchDecode:
     if isa is not None:
         raise ValueError(f"isa={isa!r} has no meaning for backend 'torch'")
     return TorchDecode(inputs)
+
+
+def prefill(
+    pages: KVPages,
+    q: Any,
+    out: Any,
+    table: np.ndarray,
+    lens: np.ndarray,
+    query_lens: np.ndarray,
+    layer: int,
+    lse: Any,
+    options: dict[str, Any],
+) -> None:
+    """Causal attention by scaled-dot-product attention over gathered pages; see `cpu_kernels.prefill.prefill`."""
+    scale, window = options.pop("sm_scale", None), options.pop("window_left", -1)
+    unsupported = [name for name, value in options.items() if value is not None and value != 0]
+    if lse is not None or unsupported:
+        raise ValueError(f"the torch prefill has no {', '.join(unsupported) or 'lse'}; use backend='native'")
+    queries, results = as_torch(q), as_torch(out)
+    start = 0
+    for row, (length, count) in enumerate(zip(lens.tolist(), query_lens.tolist(), strict=True)):
+        if count:
+            k = torch.empty(length, pages.num_kv_heads, pages.head_dim)
+            v = torch.empty_like(k)
+            gather_kv(pages, layer, table[row, : -(-length // pages.page_size)], length, k, v)
+            mine = queries[start : start + count].float().transpose(0, 1)
+            o = torch.nn.functional.scaled_dot_product_attention(
+                mine[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                attn_mask=_causal(length, count, window),
+                scale=scale,
+                enable_gqa=True,
+            )
+            results[start : start + count] = o[0].transpose(0, 1).to(results.dtype)
+            start += count
+
+
+def _causal(length: int, count: int, window: int) -> torch.Tensor:
+    """Mask ``[count, length]``: keys up to the query's position, and at most `window` before it."""
+    distance = torch.arange(length - count, length)[:, None] - torch.arange(length)[None]
+    return (distance >= 0) if window < 0 else (distance >= 0) & (distance <= window)

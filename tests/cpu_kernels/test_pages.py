@@ -1,0 +1,149 @@
+"""The page pool: layouts, transfers, true sizes."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpu_kernels as ck
+from cpu_kernels.arrays import from_bf16, to_bf16
+from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
+from cpu_kernels.memory import allocate, available_bytes
+from cpu_kernels.pages import encode
+
+DTYPES = ("fp32", "bf16", "fp16", "int8")
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout_puts_each_element_where_it_says(dtype: str, page: int) -> None:
+    layout = Layout(dtype, 48, page)
+    plain = np.arange(page * 48).astype(np.int32).reshape(page, 48) % 30_000
+    plain = plain.astype(np.int8 if dtype == "int8" else layout.numpy_dtype)
+    for order, back, offset, base in (
+        (pack_k, unpack_k, layout.k_offset, 0),
+        (pack_v, unpack_v, layout.v_offset, layout.k_bytes),
+    ):
+        flat = order(plain, layout)
+        assert np.array_equal(back(flat, layout), plain)
+        for position, dim in ((0, 0), (page - 1, 47), (7, 17), (page // 2, 33)):
+            assert flat[(offset(position, dim) - base) // layout.element_bytes] == plain[position, dim]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    page=st.sampled_from([16, 32, 64, 128]),
+    dim=st.sampled_from([16, 64, 80]),
+    seed=st.integers(0, 1000),
+)
+def test_pack_and_append_agree_and_read_back(dtype: str, page: int, dim: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    by_pack, by_append = (ck.KVPages(3, 2, dim, page, dtype, huge_pages=False) for _ in range(2))
+    k, v = (rng.standard_normal((3, 2, page, dim)).astype(np.float32) for _ in range(2))
+    ck.pack(by_pack, 0, [0, 1, 2], k, v)
+    rows = [np.ascontiguousarray(np.swapaxes(x, 1, 2).reshape(-1, 2, dim)) for x in (k, v)]
+    order = rng.permutation(3 * page)
+    ck.append_kv(by_append, 0, rows[0][order], rows[1][order], order)
+    assert np.array_equal(by_pack.buffer, by_append.buffer)
+    out = [np.full((2 * page + 1, 2, dim), np.nan, np.float32) for _ in range(2)]
+    ck.gather_kv(by_pack, 0, [2, 0, 1], 2 * page + 1, *out)
+    for got, plain in zip(out, ck.unpack(by_pack, 0, [2, 0, 1]), strict=True):
+        assert np.array_equal(got, np.swapaxes(plain, 1, 2).reshape(-1, 2, dim)[: 2 * page + 1])
+
+
+def test_append_takes_every_source_type_and_skips_minus_one() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
+    half, brain = x.astype(np.float16), to_bf16(x)
+    for source, values in ((x, x), (half, half.astype(np.float32)), (brain, from_bf16(brain))):
+        pages = ck.KVPages(2, 2, 64, 16, "fp32", huge_pages=False)
+        ck.append_kv(pages, 0, source, source, [17, -1, 3])
+        k, v = ck.unpack(pages, 0, [0, 1])
+        assert np.array_equal(k[1, :, 1], values[0]) and np.array_equal(v[0, :, 3], values[2])
+        assert np.count_nonzero(k) == np.count_nonzero(values[[0, 2]])
+
+
+def test_gather_to_bf16_is_exact() -> None:
+    pages = ck.KVPages(1, 1, 64, 16, "bf16", huge_pages=False)
+    bits = to_bf16(np.random.default_rng(0).standard_normal((16, 1, 64)).astype(np.float32))
+    ck.append_kv(pages, 0, bits, bits, np.arange(16))
+    k, v = np.empty_like(bits), np.empty_like(bits)
+    ck.gather_kv(pages, 0, [0], 16, k, v)
+    assert np.array_equal(k, bits) and np.array_equal(v, bits)
+
+
+def test_copy_pages_moves_whole_pages_of_one_or_all_layers() -> None:
+    rng = np.random.default_rng(0)
+    src, dst = (ck.KVPages(n, 2, 64, 16, "int8", 2, huge_pages=False) for n in (4, 3))
+    src.buffer[...] = rng.integers(0, 255, src.buffer.shape)
+    ck.copy_pages(src, [3, 0], dst, [1, 2])
+    assert np.array_equal(dst.buffer[:, [1, 2]], src.buffer[:, [3, 0]]) and not dst.buffer[:, 0].any()
+    ck.copy_pages(src, [1], dst, [0], layer=1)
+    assert np.array_equal(dst.buffer[1, 0], src.buffer[1, 1]) and not dst.buffer[0, 0].any()
+    with pytest.raises(ValueError, match=r"dst_ids\[0\] is page 3, but the pool has pages 0 to 2"):
+        ck.copy_pages(src, [0], dst, [3])
+    with pytest.raises(ValueError, match="one layout"):
+        ck.copy_pages(src, [0], ck.KVPages(3, 2, 64, 32, "int8", 2, huge_pages=False), [0])
+
+
+def test_append_and_gather_refuse_bad_arguments() -> None:
+    pages = ck.KVPages(2, 2, 64, 16, "bf16", huge_pages=False)
+    row = np.zeros((1, 2, 64), np.float32)
+    for slots, message in (([32], r"slot_mapping\[0\] is 32, outside -1 to 31"), ([-2], r"slot_mapping\[0\] is -2")):
+        with pytest.raises(ValueError, match=message):
+            ck.append_kv(pages, 0, row, row, slots)
+    with pytest.raises(TypeError, match="k is fp32 and v is fp16"):
+        ck.append_kv(pages, 0, row, row.astype(np.float16), [0])
+    with pytest.raises(ValueError, match="num_tokens 33 does not fit 2 pages of 16"):
+        ck.gather_kv(pages, 0, [0, 1], 33, row, row)
+    with pytest.raises(ValueError, match=r"page_ids\[1\] is page 2"):
+        ck.gather_kv(pages, 0, [0, 2], 17, np.zeros((17, 2, 64), np.float32), np.zeros((17, 2, 64), np.float32))
+
+
+def test_report_equals_what_the_process_holds() -> None:
+    size = 192 << 20
+    before = resident()
+    pages = ck.KVPages(size // (2 * 8 * 32 * 128 * 2), 8, 128, 32, "bf16")
+    assert pages.nbytes == size
+    assert abs(resident() - before - size) < 0.05 * size
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_scales_are_counted_and_other_memory_is_small(problem: Any) -> None:
+    pages = ck.KVPages(10, 2, 64, 32, "int8", huge_pages=False)
+    assert pages.nbytes == pages.buffer.nbytes == 10 * 2 * (2 * 32 * 64 + 8 * 32)
+    p = problem([4096] * 4, heads=2, group=1, dim=64)
+    space = p.plan().workspace()
+    assert space.partials.nbytes + space.counters.nbytes < 0.01 * p.pages.nbytes
+
+
+def test_more_than_there_is_is_refused_with_both_numbers() -> None:
+    have = available_bytes()
+    assert have is not None
+    with pytest.raises(MemoryError, match=r"needs \d+ bytes, but only \d+ bytes of memory are available"):
+        ck.KVPages(20 * have // (2 * 8 * 32 * 128 * 2), 8, 128, 32, "bf16")
+
+
+def test_parallel_first_touch_gives_zeroes() -> None:
+    buffer = allocate(65 << 20, "a test", cpus=ck.topology.read().allowed)
+    assert not buffer.any() and buffer.ctypes.data % (2 << 20) == 0
+
+
+def test_available_memory_is_read_from_meminfo() -> None:
+    assert available_bytes("MemTotal: 10 kB\nMemAvailable:   7 kB\n") == 7168
+    assert available_bytes("") is None
+
+
+def test_encode_int8_rounds_to_even_and_keeps_zero_rows() -> None:
+    codes, scales = encode(np.array([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0]], np.float32), "int8")
+    assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert scales is not None and scales.tolist() == [1.0, 0.0]
