@@ -1,7 +1,7 @@
 """The simulated device: a virtual clock, and ops whose times are known the moment they are submitted.
 
 Lanes are in order and prices are known, so an op starts at max(lane free, ends of ``after``, now) and there is no event
-heap. The clock moves only when the driver waits or sleeps:
+heap. The clock moves only when the driver waits, sleeps, submits or polls:
 
     now ---+-- submit A (0..10) --- submit B after A (10..14) ---+-- wait(B) --> now = 14
            |  done(A)? 10 <= 0: no                               |  done(A)? yes
@@ -9,16 +9,21 @@ heap. The clock moves only when the driver waits or sleeps:
 With ``execute=True`` the ops' closures really run, in order of their virtual end (ties: order of submission), when the
 clock passes that end. Then this is the deterministic asynchronous device: the caller chooses every duration, so a test
 decides when the CPU finishes.
+
+Contention is a factor at submit: an op that starts while a lane it shares bandwidth with is busy takes longer for all
+of its time. What is already on a lane is not slowed down by what comes later.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridattn.core.device import Memory, Span, Ticket, check_after
 from hybridattn.core.errors import DeviceError, InputError, StallError
-from hybridattn.core.op import CPU, GPU_LANES, LANES, WAITED, Op
+from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
+from hybridattn.cost.pricing import Pricing
 
 UNLIMITED = 1 << 62
 
@@ -26,7 +31,10 @@ UNLIMITED = 1 << 62
 class SimTicket:
     """Resolved at submit; ``done`` compares its end with the clock."""
 
-    __slots__ = ("_device", "cancelled", "end_ns", "error", "lane_free_ns", "op", "ready_ns", "result", "start_ns")
+    __slots__ = ("_device", "end_ns", "lane_free_ns", "op", "ready_ns", "start_ns")
+
+    error: BaseException | None = None  # a priced op runs nothing: it cannot fail and has no result
+    result: Any = None
 
     def __init__(self, device: SimDevice, op: Op, ready_ns: int, start_ns: int, end_ns: int) -> None:
         self._device = device
@@ -34,24 +42,38 @@ class SimTicket:
         self.ready_ns = ready_ns
         self.start_ns = start_ns
         self.end_ns = end_ns
-        self.error: BaseException | None = None
-        self.result: Any = None
-        self.cancelled = False
-        self.lane_free_ns = 0  # cpu.attention only: end of the op before it
 
     def done(self) -> bool:
-        return self.end_ns <= self._device.clock_ns
+        device = self._device
+        if device.poll_ns:
+            device.advance(device.clock_ns + device.poll_ns)
+        return self.end_ns <= device.clock_ns
 
     def wait(self, timeout_ns: int) -> Any:
         device = self._device
-        if self.end_ns > device.clock_ns + timeout_ns:
-            device.advance(device.clock_ns + timeout_ns)
-            raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
         if self.end_ns > device.clock_ns:
+            if self.end_ns > device.clock_ns + timeout_ns:
+                device.advance(device.clock_ns + timeout_ns)
+                raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
             device.advance(self.end_ns)
         if self.error is not None:
             raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
         return self.result
+
+    def cancel(self) -> None:
+        pass
+
+
+class RunTicket(SimTicket):
+    """A ticket whose closure runs at its virtual end."""
+
+    __slots__ = ("cancelled", "error", "result")
+
+    def __init__(self, device: SimDevice, op: Op, ready_ns: int, start_ns: int, end_ns: int) -> None:
+        super().__init__(device, op, ready_ns, start_ns, end_ns)
+        self.error = None
+        self.result = None
+        self.cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -63,8 +85,9 @@ class SimDevice:
 
     Parameters
     ----------
-    price : callable ``(Op) -> int``
-        Duration of an op in nanoseconds; raises for what was neither measured nor modelled.
+    price : callable ``(Op) -> int``, or a Pricing
+        Duration of an op in nanoseconds; raises for what was neither measured nor modelled. A ``Pricing`` brings its
+        contention and its fingerprint along.
     execute : bool
         Run the closures at their virtual end (deterministic asynchronous device).
     record : bool
@@ -79,7 +102,7 @@ class SimDevice:
 
     def __init__(
         self,
-        price: Callable[[Op], int],
+        price: Callable[[Op], int] | Pricing,
         *,
         execute: bool = False,
         record: bool = True,
@@ -90,16 +113,21 @@ class SimDevice:
         profile: str = "unnamed",
     ) -> None:
         self.name = name
-        self.profile = profile
+        self.profile = price.fingerprint if isinstance(price, Pricing) else profile
         self.clock_ns = 0
         self.execute = execute
-        self._price = price
+        self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
+        self._partners: dict[str, tuple[str, ...]] = {}
+        if isinstance(price, Pricing):
+            for lane, other in price.contention:
+                self._partners[lane] = (*self._partners.get(lane, ()), other)
         self._record = record
-        self._submit_ns = submit_ns
+        self.submit_ns = submit_ns
         self.poll_ns = poll_ns
+        self.resolves = not execute and not record  # nobody looks at single ops: equal layers may pass in one step
         self._free_ns = dict.fromkeys(LANES, 0)
         self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
-        self._to_run: list[tuple[int, SimTicket, tuple[Ticket, ...]]] = []  # (sequence, ticket, after)
+        self._to_run: list[tuple[int, RunTicket, tuple[Ticket, ...]]] = []  # (sequence, ticket, after)
         self._sequence = 0
         self._spans: list[SimTicket] = []
         self._first_error: BaseException | None = None
@@ -112,31 +140,107 @@ class SimDevice:
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> SimTicket:
         if self._closed:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
-        if op.lane in GPU_LANES and after:
-            check_after(op, after)
+        lane = op.lane
         ready = self.clock_ns
-        for ticket in after:
-            if ticket.end_ns > ready:
-                ready = ticket.end_ns
-        price = self._price(op)
-        if price < 0:
-            raise InputError(f"{op.describe()} has the negative price {price} ns")
-        if op.lane == CPU:
-            ticket = self._place_cpu(op, ready, price)
+        for t in after:
+            if t.end_ns > ready:
+                if t.op.lane == CPU and lane != CPU:
+                    check_after(op, after)
+                ready = t.end_ns
+        if lane == CPU:
+            ticket = self._place_cpu(op, ready)
         else:
-            start = max(self._free_ns[op.lane], ready)
-            self._free_ns[op.lane] = start + price
-            ticket = SimTicket(self, op, ready, start, start + price)
-        if self.execute and ticket.end_ns <= self.clock_ns:
-            self._execute(ticket, after)  # all that ends up to now has run, so this one is next
-        elif self.execute:
-            self._sequence += 1
-            self._to_run.append((self._sequence, ticket, after))
+            start = self._free_ns[lane]
+            if start < ready:
+                start = ready
+            price = self._price(op) if lane not in self._partners else self._shared_price(op, lane, start)
+            if price < 0:
+                raise InputError(f"{op.describe()} has the negative price {price} ns")
+            self._free_ns[lane] = end = start + price
+            ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, end)
+        if self.execute:
+            self._note(ticket, after)
         if self._record:
             self._spans.append(ticket)
-        if self._submit_ns:
-            self.advance(self.clock_ns + self._submit_ns)
+        if self.submit_ns:
+            self.advance(self.clock_ns + self.submit_ns)
         return ticket
+
+    def _note(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
+        """Let the closure run when the clock comes to its end."""
+        assert isinstance(ticket, RunTicket)
+        if ticket.end_ns <= self.clock_ns:
+            self._execute(ticket, after)  # all that ends up to now has run, so this one is next
+            return
+        self._sequence += 1
+        self._to_run.append((self._sequence, ticket, after))
+
+    def _shared_price(self, op: Op, lane: str, start_ns: int) -> int:
+        """The price while lanes that share bandwidth with this one are busy at the op's start."""
+        busy = tuple(other for other in self._partners[lane] if self._free_ns[other] > start_ns)
+        return self._price(op, busy) if busy else self._price(op)
+
+    def stretch(
+        self,
+        attention: Op,
+        linear: Op,
+        count: int,
+        ahead: deque[Ticket],
+        run_ahead: int,
+        timeout_ns: int,
+        until_ns: int | None,
+    ) -> tuple[int, SimTicket | None]:
+        """Up to ``count`` layers without any decision, as if each op had been submitted on its own.
+
+        The driver's clock moves as in the executor's loop: two submissions a layer, then a wait until it is at most
+        ``run_ahead`` layers ahead. With ``until_ns`` the driver also follows the end of each attention (it looks for
+        detours there), and the stretch ends before the layer at which it would be at or past that time.
+
+        Returns
+        -------
+        number of layers passed, and the ticket of the last linear stage (None when none passed). ``ahead`` holds the
+        tickets of the layers that the driver is ahead.
+        """
+        free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
+        attention_ns, linear_ns = self._price(attention), self._price(linear)
+        ends = deque(t.end_ns for t in ahead)
+        passed = 0
+        while passed < count:
+            attended = (free if free > clock else clock) + attention_ns
+            at = clock + cost
+            end = (attended if attended > at else at) + linear_ns
+            at += cost
+            if until_ns is not None:
+                if attended > at:
+                    at = attended
+                if at >= until_ns:
+                    break
+            if len(ends) >= run_ahead:
+                first = ends[0] if ends else end
+                if first > at + timeout_ns:
+                    break  # the layer-by-layer way says what stalled
+                ends.append(end)
+                ends.popleft()
+                if first > at:
+                    at = first
+            else:
+                ends.append(end)
+            free, clock = end, at
+            passed += 1
+        if not passed:
+            return 0, None
+        self._free_ns[GPU] = free
+        self.clock_ns = clock
+        made = [SimTicket(self, linear, 0, e - linear_ns, e) for e in ends]
+        ahead.clear()
+        ahead.extend(made)
+        return passed, made[-1]
+
+    def pass_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
+        """A whole pass on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
+        price = self._price
+        took_ns = price(first) + layers * price(attention) + (layers - 1) * price(linear) + price(last)
+        self.clock_ns = self._free_ns[GPU] = max(self._free_ns[GPU], self.clock_ns) + took_ns
 
     def now_ns(self) -> int:
         return self.clock_ns
@@ -189,9 +293,10 @@ class SimDevice:
             for _, ticket, after in due:
                 self.clock_ns = max(self.clock_ns, ticket.end_ns)
                 self._execute(ticket, after)
-        self.clock_ns = max(self.clock_ns, when_ns)
+        if when_ns > self.clock_ns:
+            self.clock_ns = when_ns
 
-    def _execute(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
+    def _execute(self, ticket: RunTicket, after: tuple[Ticket, ...]) -> None:
         failed = next((t.error for t in after if t.error is not None), None)
         if failed is not None:
             ticket.error = failed
@@ -208,18 +313,23 @@ class SimDevice:
         else:
             ticket.result = None if ticket.cancelled else result
 
-    def _place_cpu(self, op: Op, ready: int, price: int) -> SimTicket:
+    def _place_cpu(self, op: Op, ready: int) -> SimTicket:
         """Place an op on cpu.attention; a waited one goes before skipped ones that have not started yet.
 
         Overtaking moves the times of the overtaken ops. Nothing else knows those times yet: no GPU-lane op may name an
         unfinished host ticket, and the driver only asks whether they have passed.
         """
-        not_before = max(self.clock_ns, ready)
-        overtaken = [] if op.priority != WAITED else [t for t in self._queued_skipped if t.start_ns > not_before]
+        overtaken: list[SimTicket] = []
+        if op.priority == WAITED and self._queued_skipped:
+            not_before = max(self.clock_ns, ready)
+            overtaken = [t for t in self._queued_skipped if t.start_ns > not_before]
         free = overtaken[0].lane_free_ns if overtaken else self._free_ns[CPU]
-        ticket = SimTicket(self, op, ready, max(free, ready), max(free, ready) + price)
-        ticket.lane_free_ns = free
-        at = ticket.end_ns
+        start = free if free > ready else ready
+        price = self._price(op) if CPU not in self._partners else self._shared_price(op, CPU, start)
+        if price < 0:
+            raise InputError(f"{op.describe()} has the negative price {price} ns")
+        at = start + price
+        ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, at)
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
@@ -227,6 +337,7 @@ class SimDevice:
             at = t.end_ns = t.start_ns + length
         self._free_ns[CPU] = at
         if op.priority != WAITED:
+            ticket.lane_free_ns = free
             self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
             self._queued_skipped.append(ticket)
         return ticket

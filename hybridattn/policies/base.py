@@ -2,18 +2,27 @@
 
 JOIN    the cohort's attention is ready: its rows enter the GPU's next linear stage
 SKIP    go on without it and ask again when the GPU comes by this layer in the next pass
-WAIT    wait (bounded) until it is ready, then JOIN
-DETOUR  a ready cohort gets the linear stage of its own layer alone, wherever the GPU stands
+WAIT    wait until it is ready, at most ``patience_ns``, then JOIN; past that bound, SKIP
+DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU stands
+
+The order in which a policy is asked, for one pass:
+
+    begin -> launch -> [ask, for each cohort at layer 0] -> [detour, until it says None] -> [ask, at layer 1] -> ...
+
+Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
+clock, no random source. Views are made in the layer loop, so they are plain named tuples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.cost.costs import Costs
 
 
 class Verb(Enum):
@@ -43,18 +52,44 @@ class TierView:
         return request.blocks_now <= self.free and request.blocks_max <= self.total
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchView:
-    """Before a pass: CPU rows that wait for their next token, cohorts in flight, and GPU rows of the pass."""
+class PassView(NamedTuple):
+    """Before a pass. Rows and keys are those of all requests that decode; ``tokens`` counts what was made so far (a CPU
+    row that advanced one layer counts 1/L); ``cpu_factor`` is measured over priced time of CPU attention so far."""
+
+    number: int
+    now_ns: int
+    gpu_rows: int
+    gpu_keys: int
+    cpu_rows: int
+    cpu_keys: int
+    prefill_tokens: int
+    tokens: float
+    cpu_factor: float
+
+
+class LaunchView(NamedTuple):
+    """Before a pass: CPU rows that wait for their next token, cohorts in flight, and GPU rows of the pass.
+
+    ``idle_keys`` are the keys that each idle row attends to, oldest request first; ``gpu_keys`` those of the decode
+    rows of the pass together; ``prefill`` its prompt chunks as (tokens, keys). Cohorts launched get the numbers from
+    ``next_number`` on.
+    """
 
     idle_rows: int
     cohorts: int
     gpu_rows: int
+    idle_keys: tuple[int, ...] = ()
+    gpu_keys: int = 0
+    prefill: tuple[tuple[int, int], ...] = ()
+    next_number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CohortView:
-    """A cohort that stands at ``layer``. ``same_pass``: its attention was submitted during the current pass."""
+class CohortView(NamedTuple):
+    """A cohort that stands at ``layer``. ``same_pass``: its attention was submitted during the current pass.
+
+    ``keys`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back (0 where
+    the policy has no cost model).
+    """
 
     number: int
     rows: int
@@ -62,16 +97,24 @@ class CohortView:
     ready: bool
     same_pass: bool
     age_ns: int
+    keys: int = 0
+    return_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LayerView:
-    """Where the GPU is: it has just enqueued its attention (ask) or its linear stage (detour) of ``layer``."""
+class LayerView(NamedTuple):
+    """Where the GPU is: at the start of its attention of ``layer`` (ask), or of the linear stage after it (detour).
+
+    ``gpu_keys`` are the keys of the pass's decode rows, ``tokens`` the rows of the linear stage that comes (ask) or
+    runs (detour), prompt tokens included; ``cpu_free_ns`` is when the CPU is predicted to have done all it was given.
+    """
 
     layer: int
     num_layers: int
     gpu_rows: int
     now_ns: int
+    gpu_keys: int = 0
+    tokens: int = 0
+    cpu_free_ns: int = 0
 
 
 class Policy:
@@ -81,11 +124,21 @@ class Policy:
     ----------
     cpu_fraction : float, optional
         Force this share of requests (by order of arrival) onto the CPU tier and the others onto the GPU tier.
+
+    Attributes
+    ----------
+    priority : class of its ops on the cpu.attention lane
+    detours_wait : ``detour`` also sees cohorts that are not ready; naming one waits for it (``patience_ns``)
+    launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
+    costs : cost model of the policies that predict; the executor then fills the predicted times of the views
     """
 
     name = "base"
     tiers: tuple[str, ...] = (GPU_TIER, CPU_TIER)
-    priority = SKIPPED  # class of its ops on the cpu.attention lane
+    priority = SKIPPED
+    detours_wait = False
+    launch_cap: int | None = None
+    costs: Costs | None = None
 
     def __init__(self, cpu_fraction: float | None = None) -> None:
         if cpu_fraction is not None and not 0.0 <= cpu_fraction <= 1.0:
@@ -105,11 +158,14 @@ class Policy:
         return (CPU_TIER,) if forced else (GPU_TIER,)
 
     def place(self, request: RequestView, tiers: dict[str, TierView]) -> str | None:
-        """The tier that takes the request now; None: it waits."""
+        """The tier that takes the request now; None: it waits. Fewer free pages never turn a None into a tier."""
         for tier in self.allowed(request.index):
             if tiers[tier].admits(request):
                 return tier
         return None
+
+    def begin(self, view: PassView) -> None:
+        """A pass begins: the place to plan. Called only where a policy overrides it."""
 
     def launch(self, view: LaunchView) -> tuple[int, ...]:
         """Sizes of the cohorts to launch now from the idle rows, in order; the rest stays idle."""
@@ -119,6 +175,10 @@ class Policy:
         """What to do with a cohort that stands at the layer of the GPU."""
         raise NotImplementedError
 
-    def detour(self, ready: tuple[CohortView, ...], at: LayerView) -> int | None:
-        """Number of a ready cohort that gets a detour now; None: none."""
+    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+        """Number of a cohort that gets a detour now; None: none. All are ready unless ``detours_wait``."""
+        return None
+
+    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
+        """Longest wait for ``cohort`` after WAIT or a detour of one that is not ready; None: the engine's time-out."""
         return None

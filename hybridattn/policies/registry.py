@@ -7,14 +7,20 @@ import inspect
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in (GpuOnly, SyncOffload, AsyncOverlap)}
 
 
-def make_policy(policy: str | Policy, **options: Any) -> Policy:
+def make_policy(policy: str | Policy, costs: Costs | None = None, **options: Any) -> Policy:
     """A policy from its name, from ``package.module:Class``, or as it is.
+
+    Parameters
+    ----------
+    costs : Costs, optional
+        The cost model; given to the policies that have such an option, ignored by the others.
 
     Raises
     ------
@@ -28,6 +34,8 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     for option in options:
         if option not in known:
             raise InputError(f"policy '{policy}' has no option '{option}'; it has {', '.join(known) or 'none'}")
+    if costs is not None and "costs" in known:
+        options["costs"] = costs
     return cls(**options)
 
 

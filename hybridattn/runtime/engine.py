@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import HybridAttnError, InputError, StallError
-from hybridattn.core.records import RequestRecord, RunRecords
-from hybridattn.core.stages import Sampled, Stages
-from hybridattn.policies.base import Policy
+from hybridattn.core.records import PassRecord, RequestRecord, RunRecords
+from hybridattn.core.stages import CPU_TIER, Batch, Sampled, Stages
+from hybridattn.policies.base import PassView, Policy
 from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.executor import Executor
-from hybridattn.runtime.request import Request
+from hybridattn.runtime.request import DeclaredTokens, Request
 from hybridattn.runtime.scheduler import Scheduler
 from hybridattn.runtime.stopping import stop_reason
 
@@ -56,7 +57,9 @@ class Engine:
             on_release=lambda request: self.scheduler.released(request, device.now_ns()),
         )
         self._num_layers = stages.num_layers
+        self._plans = type(policy).begin is not Policy.begin
         self._ended_requests: list[RequestRecord] = []
+        self.on_record: Callable[[RequestRecord], None] = self._ended_requests.append
         self._eos_ids = eos_ids
         self._requests: dict[str, Request] = {}
         self._arrivals: list[tuple[int, int, Request]] = []  # heap of requests still to come
@@ -66,7 +69,7 @@ class Engine:
 
     def add(
         self,
-        prompt: list[int],
+        prompt: Sequence[int] | DeclaredTokens,
         max_tokens: int | None,
         params: object = None,
         *,
@@ -77,8 +80,8 @@ class Engine:
 
         Parameters
         ----------
-        prompt : list of int
-            Token ids, at least one.
+        prompt : sequence of int
+            Token ids, at least one; for a simulation only their number.
         max_tokens : int or None
             Output tokens at most; cut to the room that ``max_model_len`` leaves (None: all of it).
         arrival_ns : int, optional
@@ -95,7 +98,7 @@ class Engine:
         name = request_id if request_id is not None else f"r{self._count}"
         if name in self._requests:
             raise InputError(f"request id {name} is already in use")
-        if not prompt:
+        if not len(prompt):
             raise InputError(f"request {name}: the prompt has no tokens")
         room = self.config.max_model_len - len(prompt)
         if room < 1:
@@ -135,6 +138,11 @@ class Engine:
     def unfinished(self) -> int:
         return self.scheduler.unfinished + len(self._arrivals)
 
+    @property
+    def expects_arrivals(self) -> bool:
+        """Some request that was added has not arrived yet."""
+        return bool(self._arrivals)
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -154,10 +162,49 @@ class Engine:
         if plan.batch is None and not plan.idle and not self.executor.cohorts:
             self._idle()
             return []
-        sampled = self.executor.run(plan.batch, plan.idle)
+        if plan.batch is not None and self.executor.can_repeat and self._repeat(plan.batch):
+            return []
+        view = self._pass_view(now_ns, plan.batch) if self._plans else None
+        sampled = self.executor.run(plan.batch, plan.idle, view)
         if plan.batch is not None:
             self.scheduler.passed(plan.batch)
         return [self._accept(s) for s in sampled]
+
+    def _repeat(self, batch: Batch) -> bool:
+        """Passes that are certain to hold exactly these rows, as one priced step each (simulator only).
+
+        Their tokens go to the requests without events, so a request that wants events or may stop by itself takes the
+        pass-by-pass way.
+        """
+        passes = self.scheduler.quiet_passes(batch)
+        requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]
+        if passes < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):
+            return False
+        until_ns = self._arrivals[0][0] if self._arrivals else None
+        times_ns = self.executor.repeat(batch, passes, until_ns)
+        self.scheduler.reserve_ahead(batch, len(times_ns))
+        ids = [0] * len(times_ns)
+        for request in requests:
+            request.token_ids.extend(ids)
+            request.token_ns.extend(times_ns)
+            request.num_computed = len(request.token_ids) - 1
+        return True
+
+    def _pass_view(self, now_ns: int, batch: Batch | None) -> PassView:
+        """What a policy that plans sees before each pass."""
+        decoding = [s.start + 1 for s in batch.segments if not s.prefill] if batch is not None else []
+        rows, keys = self.scheduler.cpu_load()
+        return PassView(
+            number=self.executor.pass_number,
+            now_ns=now_ns,
+            gpu_rows=len(decoding),
+            gpu_keys=sum(decoding),
+            cpu_rows=rows,
+            cpu_keys=keys,
+            prefill_tokens=batch.prefill_tokens if batch is not None else 0,
+            tokens=self.executor.tokens,
+            cpu_factor=self.executor.forecast.cpu_factor if self.executor.forecast is not None else 1.0,
+        )
 
     def run(self) -> None:
         """Step until every request has ended."""
@@ -185,6 +232,8 @@ class Engine:
             if request.text is not None:
                 text += request.text.finish()
             self.scheduler.end(request, reason, sampled.time_ns)
+        elif request.tier == CPU_TIER:
+            self.scheduler.returned(request)
         event = Event(request, sampled.token_id, text, reason)
         if request.events is not None:
             request.events.append(event)
@@ -192,7 +241,7 @@ class Engine:
 
     def _ended(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self._ended_requests.append(request.record())
+        self.on_record(request.record())
 
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
@@ -212,10 +261,18 @@ class Engine:
             self.scheduler.end(request, "error", now_ns)
 
     def take_records(self) -> RunRecords:
-        """Records of the requests that ended, and of the passes, since the last call."""
-        taken = RunRecords(self._num_layers, self._ended_requests, self.executor.passes)
-        self._ended_requests, self.executor.passes = [], []
+        """Records of the requests that ended, and of the passes, since the last call (none that went to a sink)."""
+        taken = RunRecords(self._num_layers, list(self._ended_requests), list(self.executor.passes))
+        self._ended_requests.clear()
+        self.executor.passes.clear()
         return taken
+
+    def send_records(
+        self, on_record: Callable[[RequestRecord], None], on_pass: Callable[[PassRecord], None] | None = None
+    ) -> None:
+        """From now on give records to these sinks (passes to nobody, if None) and keep none: memory stays flat."""
+        self.on_record = on_record
+        self.executor.on_pass = on_pass
 
     def drain(self) -> list[Span]:
         """Wait for what is still on the lanes; the spans since the last call."""

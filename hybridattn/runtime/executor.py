@@ -21,7 +21,8 @@ from hybridattn.core.device import Device, Ticket
 from hybridattn.core.errors import StallError
 from hybridattn.core.records import PassRecord
 from hybridattn.core.stages import Batch, Cohort, CpuRow, Sampled, Segment, Stages
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
+from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request, State
 from hybridattn.runtime.slots import SlotRanges
 
@@ -45,24 +46,36 @@ class Executor:
         self.policy = policy
         self.cohorts: list[Cohort] = []
         self.passes: list[PassRecord] = []  # since the engine last took them
+        self.on_pass: Callable[[PassRecord], None] | None = self.passes.append
         self.pass_number = 0
+        self.tokens = 0.0  # made so far; a CPU row that advanced one layer counts 1 / num_layers
+        self.forecast = Forecast(policy.costs) if policy.costs is not None else None
         self._slots = SlotRanges(max_rows)
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
         self._on_release = on_release
         self._ahead: deque[Ticket] = deque()
         self._sampling: list[tuple[Ticket, tuple[Segment, ...], tuple[Cohort, ...]]] = []
+        self._standing: dict[int, list[Cohort]] = {}  # cohorts by the layer at which they stand
+        self._keys: dict[int, int] = {}  # cohort number -> keys of its rows
         self._last_down: Ticket | None = None  # newest op of gpu.d2h: the lane is in order
         self._number = 0
         self._tally = Tally()
+        self._batch_keys = self._batch_tokens = 0
+        self._takes_detours = type(policy).detour is not Policy.detour
+        self._stretch = getattr(device, "stretch", None) if getattr(device, "resolves", False) else None
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch | None, idle: Sequence[CpuRow]) -> list[Sampled]:
+    def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
         started_ns = self.device.now_ns()
         self._tally = Tally()
-        launched = self._launch(idle, batch)
+        if view is not None:
+            self.policy.begin(view)
+        self._batch_keys = 0 if batch is None else sum([s.start + 1 for s in batch.segments if not s.prefill])
+        self._batch_tokens = 0 if batch is None else batch.num_tokens
+        launched = self._launch(idle, batch) if idle else []
         cohorts, cpu_rows = len(self.cohorts), sum(len(c.rows) for c in self.cohorts)
         if batch is not None:
             self.stages.begin(batch)
@@ -77,17 +90,67 @@ class Executor:
         self.pass_number += 1
         return sampled
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whole passes can be priced as one step: a device that resolves times, launches hidden, nobody in flight."""
+        return self._stretch is not None and not self.cohorts and not self.device.submit_ns  # type: ignore[attr-defined]
+
+    def repeat(self, batch: Batch, passes: int, until_ns: int | None) -> list[int]:
+        """At least one and at most ``passes`` decode passes of the same rows; ends after the first at or past
+        ``until_ns``. Returns when each ended, as ``run`` would have."""
+        times_ns: list[int] = []
+        rows = len(batch.segments)
+        for step in range(passes):
+            started_ns = self.device.now_ns()
+            self.device.pass_alone(*self.stages.alone(batch, step))  # type: ignore[attr-defined]
+            self._tally = Tally()
+            self.tokens += rows
+            self._record(started_ns, batch, 0, 0)
+            self.pass_number += 1
+            times_ns.append(self.device.now_ns())
+            if until_ns is not None and times_ns[-1] >= until_ns:
+                break
+        return times_ns
+
     def _pass(self, batch: Batch, made: Ticket) -> None:
         """The main loop: G goes through all layers; cohorts join, are skipped, are waited for, or take a detour."""
+        submit, standing, last = self.device.submit, self._standing, self.stages.num_layers - 1
+        copies = batch.handed_down
         attended: Ticket | None = None
-        for layer in range(self.stages.num_layers):
-            self._hand_down(layer, batch, made)
-            pulled = self._pull(layer, batch, attended)
-            attended = self.device.submit(self.stages.attention(layer, batch), pulled)
-            joined = [c for c in self.cohorts if c.layer == layer and self._ask(c, layer, batch, made)]
+        layer = 0
+        while layer <= last:
+            if self._stretch is not None and not copies and layer < last:
+                passed, ticket = self._pass_alone(layer, batch)
+                if ticket is not None:
+                    layer, made = layer + passed, ticket
+                    continue
+            pulled: tuple[Ticket, ...] = ()
+            if copies:
+                self._hand_down(layer, batch, made)
+                pulled = self._pull(layer, batch, attended)
+            attended = submit(self.stages.attention(layer, batch), pulled)
+            here = standing.get(layer)
+            joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)] if here else []
             made = self._submit_linear(layer, batch, joined)
-            self._detours(layer, batch)
+            if self._takes_detours and self.cohorts:
+                self._detours(layer, batch, attended, joined)
             self._bound_run_ahead(made)
+            layer += 1
+
+    def _pass_alone(self, layer: int, batch: Batch) -> tuple[int, Ticket | None]:
+        """Layers at which nobody stands and nothing is decided, as one priced step of a device that resolves times."""
+        last = self.stages.num_layers - 1
+        count = min((at for at, here in self._standing.items() if here and at >= layer), default=last) - layer
+        until_ns = None
+        if self._takes_detours and self.cohorts:
+            if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
+                return 0, None
+            until_ns = min(_ticket(c).end_ns for c in self.cohorts)
+        if count <= 0:
+            return 0, None
+        assert self._stretch is not None
+        attention, linear = self.stages.attention(layer, batch), self.stages.linear(layer, batch, ())
+        return self._stretch(attention, linear, count, self._ahead, self._run_ahead, self._timeout_ns, until_ns)
 
     def _round(self) -> None:
         """No GPU rows: wait, bounded, for the earliest cohort, then give each ready one its linear stage."""
@@ -112,6 +175,8 @@ class Executor:
             if ticket.error is not None:
                 ticket.wait(0)  # raises with the op's name
             self._tally.polls_hit += 1
+            if self.forecast is not None:
+                self.forecast.returned(cohort)
             return True
         if self.device.now_ns() - cohort.submitted_ns > self._timeout_ns:
             raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
@@ -126,50 +191,95 @@ class Executor:
         if not _ticket(cohort).done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
-        verb = self.policy.ask(self._view(cohort, ready), self._where(layer, batch))
-        if verb is Verb.SKIP:
+        view, at = self._view(cohort, ready), self._where(layer, batch, self._batch_tokens)
+        verb = self.policy.ask(view, at)
+        if verb is Verb.SKIP or not (ready or self._wait(cohort, view, at)):
             self._tally.skips += 1
             return False
-        if not ready:  # WAIT, or a JOIN that has to wait
-            self._tally.waits += 1
-            _ticket(cohort).wait(self._timeout_ns)
         self._tally.joins += 1
         return True
 
-    def _detours(self, layer: int, batch: Batch) -> None:
-        """Linear stages of ready cohorts elsewhere, as long as the policy wants them."""
-        if type(self.policy).detour is Policy.detour or not self.cohorts:
-            return
-        while ready := [c for c in self.cohorts if c.layer != layer + 1 and _ticket(c).done()]:
-            views = tuple(self._view(c, True) for c in ready)
-            chosen = self.policy.detour(views, self._where(layer, batch))
+    def _wait(self, cohort: Cohort, view: CohortView, at: LayerView) -> bool:
+        """Wait for the cohort within the policy's patience; False when that passed first."""
+        self._tally.waits += 1
+        patience_ns = self.policy.patience_ns(view, at)
+        ticket = _ticket(cohort)
+        if patience_ns is None or patience_ns >= self._timeout_ns:
+            ticket.wait(self._timeout_ns)
+        elif not ticket.done():
+            try:
+                ticket.wait(max(0, patience_ns))
+            except StallError:  # not the device's failure: the policy gives up and asks again later
+                return False
+        if self.forecast is not None:
+            self.forecast.returned(cohort)
+        return True
+
+    def _detours(self, layer: int, batch: Batch, attended: Ticket, joined: Sequence[Cohort]) -> None:
+        """Linear stages of cohorts elsewhere, as long as the policy wants them.
+
+        Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
+        """
+        tokens = self._batch_tokens + sum(len(c.rows) for c in joined)
+        attended.wait(self._timeout_ns)
+        while True:
+            found = []
+            for c in self.cohorts:
+                if c.layer != layer + 1:
+                    ready = _ticket(c).done()
+                    if ready or self.policy.detours_wait:
+                        found.append((c, ready))
+            if not found:
+                return
+            at = self._where(layer, batch, tokens)
+            views = tuple(self._view(c, ready) for c, ready in found)
+            chosen = self.policy.detour(views, at)
             if chosen is None:
                 return
-            cohort = next(c for c in ready if c.number == chosen)
+            cohort, ready = next(pair for pair in found if pair[0].number == chosen)
+            view = next(v for v in views if v.number == chosen)
+            if not ready and not self._wait(cohort, view, at):
+                return
             self._poll(cohort)
             self._tally.detours += 1
             self._submit_linear(cohort.layer, None, [cohort])
 
     def _view(self, cohort: Cohort, ready: bool) -> CohortView:
-        same_pass = cohort.submitted_pass == self.pass_number
-        age_ns = self.device.now_ns() - cohort.submitted_ns
-        return CohortView(cohort.number, len(cohort.rows), cohort.layer, ready, same_pass, age_ns)
+        return CohortView(
+            cohort.number,
+            len(cohort.rows),
+            cohort.layer,
+            ready,
+            cohort.submitted_pass == self.pass_number,
+            self.device.now_ns() - cohort.submitted_ns,
+            self._keys[cohort.number],
+            self.forecast.return_ns(cohort) if self.forecast is not None else 0,
+        )
 
-    def _where(self, layer: int, batch: Batch) -> LayerView:
-        return LayerView(layer, self.stages.num_layers, len(batch.segments), self.device.now_ns())
+    def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:
+        free_ns = self.forecast.cpu_free_ns if self.forecast is not None else 0
+        now_ns = self.device.now_ns()
+        return LayerView(layer, self.stages.num_layers, len(batch.segments), now_ns, self._batch_keys, tokens, free_ns)
 
     # -- submitting --------------------------------------------------------------------------------------------------
 
     def _submit_linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
-        fetched = () if layer < 0 else tuple(self.device.submit(self.stages.fetch(c), (_ticket(c),)) for c in cohorts)
-        ticket = self.device.submit(self.stages.linear(layer, batch, cohorts), fetched)
+        submit = self.device.submit
+        if not cohorts or layer < 0:
+            fetched: tuple[Ticket, ...] = ()
+        else:
+            fetched = tuple([submit(self.stages.fetch(c), (_ticket(c),)) for c in cohorts])
+        ticket = submit(self.stages.linear(layer, batch, cohorts), fetched)
         last = layer == self.stages.num_layers - 1
         if last:
             sampling = tuple(s for s in batch.segments if s.samples) if batch is not None else ()
             self._sampling.append((ticket, sampling, tuple(cohorts)))
         for cohort in cohorts:
-            self._tally.layers_advanced += layer >= 0
+            if layer >= 0:
+                self._tally.layers_advanced += 1
+                self._tally.row_layers += len(cohort.rows)
+                self._standing[layer].remove(cohort)
             if last:
                 self.cohorts.remove(cohort)
             else:
@@ -181,16 +291,22 @@ class Executor:
         if self._bury(cohort):
             return
         cohort.layer = layer
+        self._standing.setdefault(layer, []).append(cohort)
         cohort.submitted_pass = self.pass_number
         cohort.submitted_ns = self.device.now_ns()
-        self._last_down = self.device.submit(self.stages.send(cohort), (made,))
-        cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, self.policy.priority), (self._last_down,))
+        self._last_down = down = self.device.submit(self.stages.send(cohort), (made,))
+        cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, self.policy.priority), (down,))
+        if self.forecast is not None:
+            self.forecast.sent(cohort, self._keys[cohort.number], cohort.submitted_ns)
 
     def _bury(self, cohort: Cohort) -> bool:
         """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
-        leaving = [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and _request(r).state is State.LEAVING]
-        if not leaving:
+        for i, row in enumerate(cohort.rows):
+            if row.request.state is State.LEAVING and i not in cohort.dead:  # type: ignore[attr-defined]
+                break
+        else:
             return False
+        leaving = [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and _request(r).state is State.LEAVING]
         cohort.dead.update(leaving)
         for i in leaving:
             self._on_release(_request(cohort.rows[i]))
@@ -198,6 +314,7 @@ class Executor:
             self.cohorts.remove(cohort)
             self._close(cohort)
             return True
+        self._keys[cohort.number] = _live_keys(cohort)
         self.stages.replan(cohort)
         return False
 
@@ -219,9 +336,7 @@ class Executor:
 
     def _launch(self, idle: Sequence[CpuRow], batch: Batch | None) -> list[Cohort]:
         """New cohorts at layer 0, of the sizes that the policy names and the slabs have room for."""
-        if not idle:
-            return []
-        view = LaunchView(len(idle), len(self.cohorts), len(batch.segments) if batch is not None else 0)
+        view = self._launch_view(idle, batch)
         sizes = self.policy.launch(view) or (() if batch is not None or self.cohorts else (len(idle),))
         launched: list[Cohort] = []
         rest = list(idle)
@@ -234,10 +349,24 @@ class Executor:
             rest = rest[size:]
             for row in cohort.rows:
                 _request(row).in_flight = True
+            self._keys[cohort.number] = _live_keys(cohort)
             self.stages.launch(cohort)
             self.cohorts.append(cohort)
             launched.append(cohort)
         return launched
+
+    def _launch_view(self, idle: Sequence[CpuRow], batch: Batch | None) -> LaunchView:
+        segments = () if batch is None else batch.segments
+        prefill = tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments if s.prefill])
+        return LaunchView(
+            len(idle),
+            len(self.cohorts),
+            len(segments),
+            tuple([r.position + 1 for r in idle]),
+            self._batch_keys,
+            prefill,
+            self._number,
+        )
 
     def _collect(self) -> list[Sampled]:
         """Wait for the pass to end; hand out the tokens of its rows, in the order in which they were sampled."""
@@ -248,6 +377,7 @@ class Executor:
             tokens = ticket.wait(self._timeout_ns)
             now_ns = self.device.now_ns()
             owners: list[Request | None] = [s.request for s in segments]  # type: ignore[misc]
+            self.tokens += len(owners)
             for cohort in cohorts:
                 owners += [None if i in cohort.dead else _request(r) for i, r in enumerate(cohort.rows)]
                 self._close(cohort)
@@ -255,6 +385,7 @@ class Executor:
                 if owner is not None and self._keeps(owner):
                     sampled.append(Sampled(owner, tokens[i] if tokens is not None else 0, now_ns))
         self._sampling.clear()
+        self.tokens += self._tally.row_layers / self.stages.num_layers
         return sampled
 
     def _keeps(self, request: Request) -> bool:
@@ -269,10 +400,15 @@ class Executor:
     def _close(self, cohort: Cohort) -> None:
         self._slots.give_back(cohort.first_slot, len(cohort.rows))
         self.stages.finish(cohort)
+        del self._keys[cohort.number]
+        if self.forecast is not None:
+            self.forecast.forget(cohort)
 
     def _record(self, started_ns: int, batch: Batch | None, cohorts: int, cpu_rows: int) -> None:
+        if self.on_pass is None:
+            return
         t = self._tally
-        self.passes.append(
+        self.on_pass(
             PassRecord(
                 index=self.pass_number,
                 start_ns=started_ns,
@@ -295,12 +431,12 @@ class Executor:
 class Tally:
     """Counts of the pass under way."""
 
-    __slots__ = ("detours", "joins", "layers_advanced", "polls_hit", "polls_made", "skips", "waits")
+    __slots__ = ("detours", "joins", "layers_advanced", "polls_hit", "polls_made", "row_layers", "skips", "waits")
 
     def __init__(self) -> None:
         self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = (
             self.layers_advanced
-        ) = 0
+        ) = self.row_layers = 0
 
 
 def _ticket(cohort: Cohort) -> Ticket:
@@ -311,3 +447,10 @@ def _ticket(cohort: Cohort) -> Ticket:
 def _request(row: CpuRow) -> Request:
     assert isinstance(row.request, Request)
     return row.request
+
+
+def _live_keys(cohort: Cohort) -> int:
+    """Keys that the rows still alive attend to."""
+    if not cohort.dead:
+        return sum([r.position + 1 for r in cohort.rows])
+    return sum(r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead)

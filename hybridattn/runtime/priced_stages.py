@@ -4,53 +4,88 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import Batch, Cohort, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 
 
 class PricedStages:
-    """Ops with work and no closure, for the simulator. Output lengths are declared: every token id is 0."""
+    """Ops with work and no closure, for the simulator. Output lengths are declared: every token id is 0.
+
+    Linear ops are made once per layer and number of rows and used again: nobody changes an op after it was made.
+    """
 
     def __init__(self, shape: ModelShape, dtype: str, kv_dtype: str = "") -> None:
         self.num_layers = shape.num_layers
         self.cost = ModelCost(shape, dtype, kv_dtype)
         self._attention = self.cost.decode_attention(0, 0)
+        self._attending: dict[int, tuple[Work, Work, Work]] = {}  # cohort -> copy down, attention, copy up
+        self._linear: dict[tuple[int, int], Op] = {}
+        self._tokens = 0
+        self._alone_keys = 0
 
     def begin(self, batch: Batch) -> None:
+        self._tokens = batch.num_tokens
         self._attention = batch_attention(self.cost, batch)  # the same at every layer
 
     def launch(self, cohort: Cohort) -> None:
-        pass
+        self.replan(cohort)
 
     def replan(self, cohort: Cohort) -> None:
-        pass
+        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
+        rows = len(cohort.rows)
+        attention = self.cost.decode_attention(len(keys), sum(keys))
+        self._attending[cohort.number] = self.cost.send(rows), attention, self.cost.fetch(rows)
 
     def finish(self, cohort: Cohort) -> None:
-        pass
+        del self._attending[cohort.number]
 
     def attention(self, layer: int, batch: Batch) -> Op:
         return Op("attention", GPU, self._attention, layer=layer)
 
     def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
-        rows = sum(len(c.rows) for c in cohorts)
-        count = rows + (batch.num_tokens if batch is not None else 0)
+        count = self._tokens if batch is not None else 0
+        for cohort in cohorts:
+            count += len(cohort.rows)
         if layer < self.num_layers - 1:
-            return Op("linear", GPU, self.cost.linear(count) if layer >= 0 else self.cost.first(count), layer=layer)
+            op = self._linear.get((layer, count))
+            if op is None:
+                work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
+                op = self._linear[layer, count] = Op("linear", GPU, work, layer=layer)
+            return op
+        rows = sum(len(c.rows) for c in cohorts)
         sampled = rows + (sum(s.samples for s in batch.segments) if batch is not None else 0)
         return Op("linear+sample", GPU, self.cost.last(count, sampled), layer=layer)
 
+    def alone(self, batch: Batch, step: int) -> tuple[Op, Op, Op, Op, int]:
+        """A decode pass of these rows, ``step`` tokens later: first stage, attention and linear stage of each layer,
+        last stage; and the number of layers."""
+        rows = len(batch.segments)
+        if step == 0:
+            self.begin(batch)
+            self._alone_keys = sum(s.start + 1 for s in batch.segments)
+        attention = Op("attention", GPU, self.cost.decode_attention(rows, self._alone_keys + step * rows))
+        linear = self.linear(0, batch, ()) if self.num_layers > 1 else attention
+        return (
+            self.linear(-1, batch, ()),
+            attention,
+            linear,
+            self.linear(self.num_layers - 1, batch, ()),
+            self.num_layers,
+        )
+
     def send(self, cohort: Cohort) -> Op:
-        return Op("send q,k,v", D2H, self.cost.send(len(cohort.rows)), layer=cohort.layer, requests=cohort.requests)
+        work = self._attending[cohort.number][0]
+        return Op("send q,k,v", D2H, work, layer=cohort.layer, requests=cohort.requests)
 
     def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
-        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
-        work = self.cost.decode_attention_of(keys)
+        work = self._attending[cohort.number][1]
         return Op("attention", CPU, work, layer=cohort.layer, requests=cohort.requests, priority=priority)
 
     def fetch(self, cohort: Cohort) -> Op:
-        return Op("fetch out", H2D, self.cost.fetch(len(cohort.rows)), layer=cohort.layer, requests=cohort.requests)
+        work = self._attending[cohort.number][2]
+        return Op("fetch out", H2D, work, layer=cohort.layer, requests=cohort.requests)
 
     def pull(self, layer: int, segment: Segment) -> Op:
         return Op("pull k,v", H2D, self.cost.hand_down(segment.start), layer=layer)

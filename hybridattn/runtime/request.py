@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -15,6 +16,29 @@ class State(Enum):
     DECODE = "decode"  # one token at a time
     LEAVING = "leaving"  # aborted or preempted while its CPU row is in flight: blocks are held until the ticket ends
     FINISHED = "finished"
+
+
+class DeclaredTokens:
+    """Token ids of a simulated request: only how many there are. Every id reads as 0."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: int) -> int:
+        if not -self.count <= at < self.count:
+            raise IndexError(f"token {at} of {self.count}")
+        return 0
+
+    def append(self, token_id: int) -> None:
+        self.count += 1
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.count += len(token_ids)
 
 
 class Request:
@@ -49,11 +73,17 @@ class Request:
     )
 
     def __init__(
-        self, request_id: str, index: int, prompt: list[int], max_tokens: int, params: Any, arrival_ns: int
+        self,
+        request_id: str,
+        index: int,
+        prompt: Sequence[int] | DeclaredTokens,
+        max_tokens: int,
+        params: Any,
+        arrival_ns: int,
     ) -> None:
         self.request_id = request_id
         self.index = index
-        self.token_ids = list(prompt)
+        self.token_ids: Any = DeclaredTokens(len(prompt)) if isinstance(prompt, DeclaredTokens) else list(prompt)
         self.num_prompt = len(prompt)
         self.max_tokens = max_tokens
         self.params = params

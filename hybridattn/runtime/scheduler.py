@@ -6,7 +6,7 @@ first, and when a tier is full the youngest of its requests gives its blocks bac
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +27,11 @@ class Plan:
 
 
 class Scheduler:
-    """Queues and blocks. ``on_end`` is called once for every request that ends, with its blocks freed."""
+    """Queues and blocks. ``on_end`` is called once for every request that ends, with its blocks freed.
+
+    ``running`` is also kept apart by what its requests do next, so that a pass costs what its rows cost and not what
+    the queues hold: prompts under way, GPU rows, and CPU rows that wait for their next token.
+    """
 
     def __init__(self, config: EngineConfig, policy: Policy, on_end: Callable[[Request], None]) -> None:
         self.config = config
@@ -39,6 +43,10 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._on_end = on_end
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []  # on the GPU tier
+        self._idle: list[Request] = []  # on the CPU tier; those launched since the last pass are still in it
+        self._page = config.page_size
 
     @property
     def unfinished(self) -> int:
@@ -103,6 +111,8 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def _give_back(self, request: Request) -> None:
+        for queue in (self._prefilling, self._decoding, self._idle):
+            _discard(queue, request)
         if request.blocks:
             self.pools[request.tier].free(request.blocks)
         request.blocks = []
@@ -114,28 +124,83 @@ class Scheduler:
         """Reserve blocks and choose the rows of the next pass."""
         decodes = [
             Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False)
-            for r in list(self.running)
-            if r.state is State.DECODE and r.tier == GPU_TIER and self._reserve(r)
+            for r in tuple(self._decoding)
+            if r.state is State.DECODE and self._reserve(r)
         ]
-        idle = tuple(
-            CpuRow(r, r.num_tokens - 1)
-            for r in list(self.running)
-            if r.state is State.DECODE and r.tier == CPU_TIER and not r.in_flight and self._reserve(r)
-        )
+        idle = self._idle_rows() if self._idle else ()
         segments = decodes + self._prefills(self.config.max_num_batched_tokens - len(decodes), now_ns)
         return Plan(Batch(tuple(segments)) if segments else None, idle)
+
+    def _idle_rows(self) -> tuple[CpuRow, ...]:
+        """CPU rows that may be launched, oldest request first, as many as the policy wants to see."""
+        self._idle = [r for r in self._idle if not r.in_flight]
+        cap = self.policy.launch_cap
+        rows: list[CpuRow] = []
+        for r in tuple(self._idle):
+            if cap is not None and len(rows) >= cap:
+                break
+            if r.state is State.DECODE and self._reserve(r):
+                rows.append(CpuRow(r, len(r.token_ids) - 1))
+        return tuple(rows)
 
     def passed(self, batch: Batch) -> None:
         """The ops of ``batch`` are submitted and its tokens sampled: its K,V counts as computed."""
         for s in batch.segments:
+            if not s.prefill:
+                s.request.num_computed = s.start + 1  # type: ignore[attr-defined]
+                continue
             request = s.request
             assert isinstance(request, Request)
             request.num_computed = s.start + s.num_tokens
             if s.samples:
                 request.state = State.DECODE
+                _discard(self._prefilling, request)
+                insort(self._decoding if request.tier == GPU_TIER else self._idle, request, key=_arrival)
+
+    def returned(self, request: Request) -> None:
+        """A CPU row got its token and goes on: it waits for the next launch."""
+        at = bisect_left(self._idle, request.index, key=_arrival)
+        if at == len(self._idle) or self._idle[at] is not request:
+            self._idle.insert(at, request)
+
+    def cpu_load(self) -> tuple[int, int]:
+        """Requests that decode on the CPU tier, and the keys that they attend to."""
+        keys = [len(r.token_ids) for r in self.running if r.tier == CPU_TIER and r.state is State.DECODE]
+        return len(keys), sum(keys)
+
+    def quiet_passes(self, batch: Batch) -> int:
+        """How many passes after the coming one are certain to have exactly its rows: until one ends or blocks run out.
+
+        The caller stops earlier when a request arrives. 0 where anything else may happen: prompts under way, CPU rows,
+        or a queue whose head might be admitted.
+        """
+        if self._prefilling or self._idle or len(self._decoding) != len(batch.segments):
+            return 0
+        if len(self.running) != len(self._decoding):
+            return 0
+        passes = min(r.max_tokens - r.num_output for r in self._decoding) - 1
+        free = self.pools[GPU_TIER].num_free
+        while passes > 0 and sum(self._missing(r, passes) for r in self._decoding) > free:
+            passes //= 2
+        return max(0, passes)
+
+    def _missing(self, request: Request, more: int) -> int:
+        return blocks_for(request.num_tokens + more, self._page) - len(request.blocks)
+
+    def reserve_ahead(self, batch: Batch, passes: int) -> None:
+        """Pages for ``passes`` passes beyond what is known, for every row; never more than ``quiet_passes`` said."""
+        pool = self.pools[GPU_TIER]
+        for s in batch.segments:
+            request = s.request
+            assert isinstance(request, Request)
+            missing = self._missing(request, passes - 1)
+            if missing > 0:
+                request.blocks += pool.allocate(missing)
 
     def _reserve(self, request: Request) -> bool:
         """Make sure that the page of the request's newest token is there; False when it must wait or was preempted."""
+        if len(request.blocks) * self._page >= len(request.token_ids):
+            return True
         pool = self.pools[request.tier]
         while len(request.blocks) * self.config.page_size < request.num_tokens:
             if pool.num_free:
@@ -151,8 +216,8 @@ class Scheduler:
 
     def _prefills(self, budget: int, now_ns: int) -> list[Segment]:
         segments: list[Segment] = []
-        for request in self.running:
-            if request.state is State.PREFILL and budget > 0:
+        for request in self._prefilling:
+            if budget > 0:
                 budget -= self._chunk(request, budget, segments)
         while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
@@ -173,7 +238,7 @@ class Scheduler:
     def _staging_taken(self, segments: list[Segment]) -> bool:
         """A chunked CPU-tier prefill that goes on after this pass owns the staging area of earlier K,V."""
         through = {id(s.request) for s in segments if s.samples}
-        return any(r.state is State.PREFILL and r.tier == CPU_TIER and id(r) not in through for r in self.running)
+        return any(r.tier == CPU_TIER and id(r) not in through for r in self._prefilling)
 
     def _admit(self, request: Request, tier: str, now_ns: int) -> None:
         if tier not in TIERS:
@@ -187,6 +252,7 @@ class Scheduler:
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
         insort(self.running, request, key=_arrival)
+        insort(self._prefilling, request, key=_arrival)
 
     def _view(self, request: Request) -> RequestView:
         page = self.config.page_size
@@ -199,3 +265,10 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.index
+
+
+def _discard(queue: list[Request], request: Request) -> None:
+    """Take ``request`` out of a queue in order of arrival, if it is there."""
+    at = bisect_left(queue, request.index, key=_arrival)
+    if at < len(queue) and queue[at] is request:
+        del queue[at]

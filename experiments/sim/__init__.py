@@ -1,0 +1,1 @@
+"""Simulated experiments: published results, policies against each other, trace replay."""

@@ -1,0 +1,103 @@
+"""What the stages of one model take on one machine, as integers: the cost model that a policy is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Work
+from hybridattn.cost.pricing import PriceModel, Pricing
+from hybridattn.cost.stages_cost import ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A price times a constant factor: a CPU that is misjudged, or whose speed was learnt."""
+
+    model: PriceModel
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise InputError(f"factor must be positive, got {self.factor}")
+
+    def price_ns(self, work: Work) -> int:
+        return round(self.model.price_ns(work) * self.factor)
+
+
+def with_cpu_factor(pricing: Pricing, factor: float) -> Pricing:
+    """``pricing`` with every price on cpu.attention times ``factor``; its fingerprint says so."""
+    if factor == 1.0:
+        return pricing
+    models = {k: Scaled(m, factor) if k[0] == CPU else m for k, m in pricing.models.items()}
+    return replace(pricing, fingerprint=f"{pricing.fingerprint} cpu x{factor:.3g}", models=models)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of one layer's stages [ns]. All without contention, all memoised by their arguments where these repeat."""
+
+    cost: ModelCost
+    pricing: Pricing
+    _linear: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _ends: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _copies: dict[tuple[str, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return self.cost.shape.num_layers
+
+    def linear_ns(self, rows: int) -> int:
+        """post and pre of one layer for ``rows`` rows; 0 for none."""
+        found = self._linear.get(rows)
+        if found is None:
+            found = self._linear[rows] = self.pricing.work_ns(GPU, self.cost.linear(rows)) if rows else 0
+        return found
+
+    def last_ns(self, rows: int) -> int:
+        """post of the last layer and the head for ``rows`` rows."""
+        found = self._ends.get(rows)
+        if found is None:
+            found = self._ends[rows] = self.pricing.work_ns(GPU, self.cost.last(rows, rows)) if rows else 0
+        return found
+
+    def pass_linear_ns(self, rows: int) -> int:
+        """All linear stages of a pass: embedding and pre(0), L - 1 layers, the last one with the head."""
+        if not rows:
+            return 0
+        first = self.pricing.work_ns(GPU, self.cost.first(rows))
+        return first + (self.num_layers - 1) * self.linear_ns(rows) + self.last_ns(rows)
+
+    def attention_ns(self, rows: int, keys: int, prefill: Iterable[tuple[int, int]] = ()) -> int:
+        """GPU attention of one layer: decode rows with ``keys`` keys in all, and prompt chunks (tokens, keys)."""
+        chunks = tuple(prefill)
+        if not rows and not chunks:
+            return 0
+        return self.pricing.work_ns(GPU, self.cost.attention(rows, max(rows, keys), chunks))
+
+    def cpu_ns(self, rows: int, keys: int) -> int:
+        """CPU attention of one layer for ``rows`` rows with ``keys`` keys in all."""
+        return self.pricing.work_ns(CPU, self.cost.decode_attention(rows, max(rows, keys))) if rows else 0
+
+    def down_ns(self, rows: int) -> int:
+        """q, k, v of ``rows`` rows go down."""
+        found = self._copies.get((D2H, rows))
+        if found is None:
+            found = self._copies[D2H, rows] = self.pricing.work_ns(D2H, self.cost.send(rows))
+        return found
+
+    def up_ns(self, rows: int) -> int:
+        """Attention output of ``rows`` rows goes up."""
+        found = self._copies.get((H2D, rows))
+        if found is None:
+            found = self._copies[H2D, rows] = self.pricing.work_ns(H2D, self.cost.fetch(rows))
+        return found
+
+    def pass_ns(self, rows: int, keys: int) -> int:
+        """A whole pass of ``rows`` GPU rows without CPU rows."""
+        return self.pass_linear_ns(rows) + self.num_layers * self.attention_ns(rows, keys)
+
+    def corrected(self, cpu_factor: float) -> Costs:
+        """The same with CPU attention times ``cpu_factor``."""
+        return replace(self, pricing=with_cpu_factor(self.pricing, cpu_factor)) if cpu_factor != 1.0 else self

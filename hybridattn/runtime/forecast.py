@@ -1,0 +1,64 @@
+"""When will a cohort's attention be back? Predicted from prices, put right by what was measured.
+
+    driver   |send(c) submitted|
+    d2h           |copy|
+    cpu      earlier work ...|-- attention of c --|         predicted: max(cpu free, now + copy) + price * factor
+
+The factor is a moving average of measured over priced time of the CPU's attention, so a CPU that was misjudged is
+known for what it is after a few ops.
+"""
+
+from __future__ import annotations
+
+from hybridattn.core.op import CPU
+from hybridattn.core.stages import Cohort
+from hybridattn.cost.correction import Correction
+from hybridattn.cost.costs import Costs
+
+_KIND = "decode_attention"
+
+
+class Forecast:
+    """Predicted returns of the cohorts in flight of one executor."""
+
+    __slots__ = ("_correction", "_costs", "_priced_ns", "_return_ns", "cpu_factor", "cpu_free_ns")
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._correction = Correction(weight=0.2)
+        self._priced_ns: dict[int, int] = {}
+        self._return_ns: dict[int, int] = {}
+        self.cpu_factor = 1.0
+        self.cpu_free_ns = 0
+
+    def sent(self, cohort: Cohort, keys: int, now_ns: int) -> None:
+        """The cohort's q, k, v were sent down and its attention submitted."""
+        rows = len(cohort.rows)
+        priced = self._costs.cpu_ns(rows, keys)
+        start = max(self.cpu_free_ns, now_ns + self._costs.down_ns(rows))
+        self.cpu_free_ns = start + int(priced * self.cpu_factor)
+        self._priced_ns[cohort.number] = priced
+        self._return_ns[cohort.number] = self.cpu_free_ns
+
+    def returned(self, cohort: Cohort) -> None:
+        """Its ticket has ended: learn from what it took. Called once per attention; later calls teach nothing."""
+        priced = self._priced_ns.pop(cohort.number, None)
+        ticket = cohort.ticket
+        if priced is None or ticket is None:
+            return
+        self._correction.observe(CPU, _KIND, priced, ticket.end_ns - ticket.start_ns)
+        self.cpu_factor = self._correction.factor(CPU, _KIND)
+        late_ns = ticket.end_ns - self._return_ns[cohort.number]
+        if late_ns:  # what is queued behind it shifts as well
+            self.cpu_free_ns += late_ns
+            for number in self._priced_ns:
+                self._return_ns[number] += late_ns
+        self._return_ns[cohort.number] = ticket.end_ns
+
+    def return_ns(self, cohort: Cohort) -> int:
+        """When its attention is, or was, back."""
+        return self._return_ns[cohort.number]
+
+    def forget(self, cohort: Cohort) -> None:
+        self._priced_ns.pop(cohort.number, None)
+        self._return_ns.pop(cohort.number, None)
