@@ -60,9 +60,12 @@ def _draw_lane(axes: Axes, row: int, spans: list[Span], start: int, end: int) ->
 def busiest_window(trace: Trace, length_ns: int) -> tuple[int, int]:
     """The window of ``length_ns`` in which cpu.attention and gpu.compute are busy together for the longest time.
 
-    Windows begin at cpu.attention spans; without any, the window begins with the trace.
+    Windows begin at cpu.attention spans, as long as the GPU lane still has attention of its own to come (afterwards
+    all rows are CPU rows); without any, the window begins with the trace.
     """
     cpu, gpu = trace.lane(CPU), trace.lane(GPU)
+    mixed_until = max((s.start_ns for s in gpu if s.name == "attention"), default=0)
+    cpu = [s for s in cpu if s.start_ns < mixed_until] or cpu
     first = min((s.start_ns for s in trace.spans), default=0)
     edges = sorted([(s.start_ns, 1, 0) for s in gpu] + [(s.end_ns, -1, 0) for s in gpu]
                    + [(s.start_ns, 0, 1) for s in cpu] + [(s.end_ns, 0, -1) for s in cpu])  # fmt: skip
