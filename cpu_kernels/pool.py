@@ -328,6 +328,7 @@ class WorkerPool:
         for word in (Word.WAITERS, Word.ERROR, Word.START_NS, Word.END_NS, Word.CANCELLED):
             words[at + word] = 0
         words[at + Word.SEQUENCE], words[at + Word.FAULT] = sequence, fault
+        words[at + Word.RELEASE_SEEN] = self._shared.control[Ctl.RELEASE]
         words[at + Word.PRIORITY], words[at + Word.POOL] = priority, self._shared.ctl_at
         words[at + Word.CLAIM] = (chunks << 32) | chunks  # nothing left to claim until the push
 

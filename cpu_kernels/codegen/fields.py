@@ -19,6 +19,7 @@ class Job(IntEnum):
     SEQUENCE = 22
     FAULT = 23
     PRIORITY = 24
+    RELEASE_SEEN = 26  # the pool's RELEASE word when the job was made: a hung job waits until it differs
     POOL = 25  # address of the control block, for the native push
     # From here on `NativeDecode.fill` writes all words in this order.
     KERNEL = 32

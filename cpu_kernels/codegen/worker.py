@@ -145,7 +145,7 @@ def _run_chunk(f: Function, at: Atomics, job: Value, chunk: Value, x86: bool) ->
         fault = f.load(I64, job, Job.FAULT * 8)
         with f.when(fault.ne(0)):
             with f.when(fault.eq(int(Fault.HANG))):
-                _hang(f, at)
+                _hang(f, at, f.load(I64, job, Job.RELEASE_SEEN * 8))
             at.put(job, Job.ERROR, fault)
     with f.when(at.get(job, Job.CANCELLED).eq(0)):
         kernel = f.load(PTR, job, Job.KERNEL * 8)
@@ -159,14 +159,15 @@ def _run_chunk(f: Function, at: Atomics, job: Value, chunk: Value, x86: bool) ->
             at.wake(job, Job.DONE)
 
 
-def _hang(f: Function, at: Atomics) -> None:
-    """Sleep until hung jobs are released (the release grows the word that is slept on, so no wake-up is lost)."""
-    seen = f.var(I64, at.get(at.ctl, Ctl.RELEASE))
-    first = seen.get()
+def _hang(f: Function, at: Atomics, seen: Value) -> None:
+    """Sleep until hung jobs are released: the release grows the word that is slept on, so no wake-up is lost.
+
+    `seen` is from when the job was made, so a release between then and now counts.
+    """
     with f.forever() as released:
-        with f.when(at.get(at.ctl, Ctl.RELEASE).ne(first)):
+        with f.when(at.get(at.ctl, Ctl.RELEASE).ne(seen)):
             f.leave(released)
-        at.sleep_while(at.ctl, Ctl.RELEASE, first)
+        at.sleep_while(at.ctl, Ctl.RELEASE, seen)
 
 
 def _rest(f: Function, at: Atomics, signal: Value, x86: bool) -> None:

@@ -111,7 +111,9 @@ def make_problem(
     if poison:
         poison_unused(pages, table, lens)
     q = ck.from_bf16(ck.to_bf16(rng.standard_normal((len(lens), heads * group, dim)).astype(np.float32)))
-    return Problem(pages, k, v, table, lens, q, np.full(q.shape, np.nan, np.float32), np.full(q.shape[:2], np.nan, np.float32))
+    return Problem(
+        pages, k, v, table, lens, q, np.full(q.shape, np.nan, np.float32), np.full(q.shape[:2], np.nan, np.float32)
+    )
 
 
 def poison_unused(pages: ck.KVPages, table: np.ndarray, lens: np.ndarray) -> None:

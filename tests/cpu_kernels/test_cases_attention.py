@@ -68,7 +68,7 @@ def test_K05_window_leaves_whole_blocks_masked_for_every_length(problem: Any) ->
 @pytest.mark.parametrize("width", [1, 3, 7])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_K06_window_is_exact_to_the_token(problem: Any, level: str, dtype: str, width: int) -> None:
-    """A window of `width` keys is window_left = width - 1; uniform attention over one-hot values shows who took part."""
+    """`width` keys are window_left = width - 1; uniform attention over one-hot values shows who took part."""
     for length in range(2, 40):
         p = problem([length], heads=1, group=1, dtype=dtype)
         onehot = np.zeros((2, 1, 32, 64), np.float32)

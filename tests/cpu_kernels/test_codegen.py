@@ -1,0 +1,128 @@
+"""What is generated: the instructions of each level, AMX by emulation, the policy on floating-point flags, imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpu_kernels as ck
+from cpu_kernels import isa, jit, native
+from cpu_kernels.codegen.decode import build_decode
+from cpu_kernels.codegen.frame import blocks_of
+from cpu_kernels.codegen.worker import build_worker
+from cpu_kernels.layout import Layout
+
+ROOT = Path(ck.__file__).parent
+
+
+def instructions(level: str, dtype: str, group: int = 4, dim: int = 64) -> Counter[str]:
+    """Count the instructions of a kernel compiled for a level, whether or not this machine can run it."""
+    ir = build_decode(Layout(dtype, dim, 32), level, group)
+    text = jit.assembly(ir, jit.Target(isa.target_cpu(level)))
+    return Counter(line.split()[0] for line in text.splitlines() if re.match(r"\t[a-z]", line)) + Counter(
+        re.findall(r"%[xyz]mm", text)
+    )
+
+
+EXPECTED = {
+    ("amx_bf16", "bf16"): (["tdpbf16ps", "tileloadd", "tilestored", "ldtilecfg", "tilerelease", "prefetcht1"], []),
+    ("amx_bf16", "int8"): (["vpdpbusd"], []),
+    ("avx512_bf16", "bf16"): (["vdpbf16ps", "vcvtneps2bf16", "prefetcht1", "%zmm"], ["tdpbf16ps"]),
+    ("avx512_bf16", "int8"): (["vpdpbusd", "prefetcht1"], []),
+    ("avx512", "bf16"): (["vfmadd231ps", "prefetcht1", "%zmm"], ["vdpbf16ps", "vcvtneps2bf16"]),
+    ("avx512", "fp16"): (["vcvtph2ps", "%zmm"], []),
+    ("avx2", "bf16"): (["vfmadd231ps", "%ymm"], ["%zmm", "vdpbf16ps"]),
+    ("avx2", "fp16"): (["vcvtph2ps"], ["%zmm"]),
+    ("portable", "bf16"): (["mulps", "addps"], ["%ymm", "%zmm", "vfmadd231ps"]),
+    ("portable", "fp16"): (["mulps"], ["vcvtph2ps", "%ymm"]),
+}
+
+
+@pytest.mark.parametrize(("level", "dtype"), list(EXPECTED))
+@pytest.mark.skipif(isa.target_cpu("portable") != "x86-64", reason="the instructions are those of x86-64")
+def test_each_level_uses_its_instructions(level: str, dtype: str) -> None:
+    found = instructions(level, dtype)
+    wanted, forbidden = EXPECTED[level, dtype]
+    assert [name for name in wanted if not found[name]] == []
+    assert [name for name in forbidden if found[name]] == []
+
+
+@pytest.mark.skipif(isa.target_cpu("portable") != "x86-64", reason="the instructions are those of x86-64")
+def test_amx_uses_one_tile_product_per_kibibyte() -> None:
+    """K: 2 tiles of 16 positions in one loop of head_dim/32 products; V: one product per chunk, looped."""
+    found = instructions("amx_bf16", "bf16", group=8, dim=128)
+    assert found["tdpbf16ps"] >= 4 + 1 and found["vdpbf16ps"] > 0  # the lines serve pages with masked positions
+
+
+@pytest.mark.skipif("avx512_bf16" not in isa.detect().available, reason="the emulation needs AVX-512 BF16")
+@pytest.mark.parametrize(("dim", "page", "group"), [(64, 32, 4), (80, 16, 3), (96, 64, 2), (32, 32, 17)])
+def test_amx_by_emulated_tiles_equals_the_lines(problem: Any, dim: int, page: int, group: int) -> None:
+    """The same algorithm with the tile instructions replaced; half-deep tiles at 80 and 96 dims and pages of 16."""
+    p = problem([10 * page - 3, 7, 5 * page], heads=2, group=group, dim=dim, page=page)
+    want, want_lse = p.run(isa="avx512_bf16", split_tokens=4 * page)
+    ir = build_decode(p.pages.layout, "avx512_bf16", group, emulate_amx=True)
+    loaded = jit.load(ir, ("decode",), jit.Target(isa.target_cpu("avx512_bf16")))
+    plan = p.plan(isa="avx512_bf16", split_tokens=4 * page)
+    kernel = plan.native
+    kernel.kernel = loaded.addresses["decode"]
+    kernel._call = native._KERNEL(kernel.kernel)
+    out, lse = np.full_like(want, np.nan), np.full_like(want_lse, np.nan)
+    plan.run(p.q, out, lse)
+    assert np.abs(out - want).max() < 2e-6 and np.abs(lse - want_lse).max() < 2e-6
+
+
+def test_flags_that_delete_guards_are_nowhere() -> None:
+    assert set(jit.FAST_MATH) == {"contract", "reassoc", "arcp", "nsz"}
+    for level in isa.LEVELS:
+        for dtype in ("bf16", "int8"):
+            ir = build_decode(Layout(dtype, 64, 32), level, 2)
+            for line in ir.splitlines():
+                flags = set(re.findall(r"\b(fast|nnan|ninf|afn|reassoc|contract|arcp|nsz)\b", line))
+                if "vector.reduce.fmax" in line:  # NaN among the scores is the caller's; the order is free
+                    assert flags <= {"nnan", "nsz"}
+                else:
+                    assert flags <= {"reassoc", "nsz"} and (not flags or "vector.reduce.fadd" in line)
+
+
+def test_only_the_policy_file_speaks_of_fastmath() -> None:
+    for path in ROOT.rglob("*.py"):
+        names = {n.arg for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.keyword)}
+        assert "fastmath" not in names, path
+        if path.name != "jit.py":
+            assert "FAST_MATH" not in path.read_text(), path
+
+
+def test_nothing_of_the_framework_and_no_torch_is_imported() -> None:
+    code = (
+        "import sys, cpu_kernels, cpu_kernels.doctor, cpu_kernels.bench.__main__\n"
+        "heavy = {'torch', 'numba', 'hybridattn', 'gpu_kernels', 'triton', 'transformers', 'pandas'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_files_stay_readable() -> None:
+    for path in ROOT.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 480, path
+
+
+def test_the_worker_compiles_for_other_machines_too() -> None:
+    assert "pause" in jit.assembly(build_worker(True), jit.Target("x86-64"))
+    assert "yield" in build_worker(False)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 71])
+def test_blocks_cover_everything_evenly(count: int) -> None:
+    blocks = blocks_of(count, 8)
+    assert [i for first, size in blocks for i in range(first, first + size)] == list(range(count))
+    sizes = [size for _, size in blocks]
+    assert max(sizes) <= 8 and max(sizes) - min(sizes) <= 1

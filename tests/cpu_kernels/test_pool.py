@@ -1,0 +1,318 @@
+"""The worker pool: results, order, priorities, many drivers, bounded waits, errors, closing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpu_kernels as ck
+from cpu_kernels.pool import MAX_JOBS
+
+
+@pytest.fixture
+def one() -> Any:
+    """A pool of one worker."""
+    with ck.WorkerPool(1) as pool:
+        yield pool
+
+
+def test_a_job_gives_what_run_gives(problem: Any) -> None:
+    p = problem([577, 0, 33, 1, 64], num_layers=2)
+    want = p.run(split_tokens=64)
+    plan = p.plan(split_tokens=64)
+    for workers in (1, 2):
+        with ck.WorkerPool(workers) as pool:
+            assert pool.num_workers == workers
+            out, lse = np.full_like(p.out, np.nan), np.full_like(p.lse, np.nan)
+            job = pool.submit(plan, p.q, out, lse, layer=1)
+            job.wait(10)
+            assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
+            assert job.done() and job.error is None and pool.backlog() == 0
+
+
+def test_times_are_of_the_clock_of_perf_counter(problem: Any, one: Any) -> None:
+    p = problem([300])
+    before = time.perf_counter_ns()
+    job = one.submit(p.plan(), p.q, p.out)
+    job.wait(10)
+    assert before <= job.start_ns <= job.end_ns <= time.perf_counter_ns()
+
+
+def test_submit_appends_like_run(problem: Any, one: Any) -> None:
+    p = problem([40, 97], poison=False)
+    new = np.random.default_rng(0).standard_normal((2, 2, 2, 64)).astype(np.float32)
+    one.submit(p.plan(), p.q, p.out, p.lse, k_new=new[0], v_new=new[1]).wait(10)
+    k, v = ck.unpack(p.pages, 0, np.arange(p.pages.num_pages))
+    want, _ = ck.reference.decode_reference(p.q, k, v, p.table, p.lens)
+    assert np.abs(p.out - want).max() < 2e-2
+    slot = int(p.table[0, 1]) * 32 + 7
+    assert np.abs(k[slot // 32, :, slot % 32] - new[0, 0]).max() < 0.02
+
+
+def test_jobs_run_in_order_and_waited_ones_before_skipped_ones(problem: Any, one: Any) -> None:
+    p = problem([20])
+    plan = p.plan()
+    gate = one.submit(plan, p.q, p.out.copy(), fault="hang")
+    late = [one.submit(plan, p.q, p.out.copy(), priority=1) for _ in range(4)]
+    early = [one.submit(plan, p.q, p.out.copy(), priority=0) for _ in range(4)]
+    assert one.backlog() == 9
+    one.release_faults()
+    for job in [*early, *late]:
+        job.wait(10)
+    ends = [job.end_ns for job in (gate, *early, *late)]
+    assert ends == sorted(ends)
+
+
+def test_several_drivers_and_plans_at_once(problem: Any) -> None:
+    cases = [problem([50 * i + 1, 7], seed=i, dtype=d) for i, d in enumerate(("bf16", "fp32", "int8", "bf16"))]
+    wants = [p.run()[0] for p in cases]
+    failures: list[str] = []
+    with ck.WorkerPool(2) as pool:
+
+        def drive(p: Any, want: np.ndarray) -> None:
+            plan = p.plan()
+            for _ in range(50):
+                outs = [np.full_like(p.out, np.nan) for _ in range(3)]
+                jobs = [pool.submit(plan, p.q, out, priority=i % 2) for i, out in enumerate(outs)]
+                for job, out in zip(jobs, outs, strict=True):
+                    job.wait(30)
+                    if not np.array_equal(out, want):
+                        failures.append("wrong result")
+
+        crew = [threading.Thread(target=drive, args=pair) for pair in zip(cases, wants, strict=True)]
+        for t in crew:
+            t.start()
+        for t in crew:
+            t.join(60)
+        assert not failures and not any(t.is_alive() for t in crew)
+
+
+def test_two_pools_do_not_see_each_other(problem: Any) -> None:
+    p = problem([20])
+    with ck.WorkerPool(1) as a, ck.WorkerPool(1) as b:
+        hung = a.submit(p.plan(), p.q, p.out.copy(), fault="hang")
+        b.release_faults()
+        b.submit(p.plan(), p.q, p.out.copy()).wait(10)
+        assert not hung.done() and a.backlog() == 1 and b.backlog() == 0
+        a.release_faults()
+
+
+def test_a_failing_job_raises_in_every_waiter_and_the_next_one_works(problem: Any, one: Any) -> None:
+    p = problem([20])
+    bad = one.submit(p.plan(), p.q, p.out.copy(), fault="raise")
+    seen: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            bad.wait(10)
+        except ck.WorkerError as error:
+            seen.append(error)
+
+    crew = [threading.Thread(target=wait) for _ in range(3)]
+    for t in crew:
+        t.start()
+    for t in crew:
+        t.join(20)
+    assert len(seen) == 3 and bad.done() and "injected fault 'raise'" in str(bad.error)
+    one.submit(p.plan(), p.q, p.out).wait(10)
+
+
+def test_a_hung_job_times_out_and_can_be_released(problem: Any, one: Any) -> None:
+    p = problem([20])
+    job = one.submit(p.plan(), p.q, p.out, fault="hang")
+    with pytest.raises(TimeoutError, match=r"did not end within 0.05 s"):
+        job.wait(0.05)
+    assert not job.done() and job.error is None and job.start_ns is None
+    one.release_faults()
+    with pytest.raises(ck.WorkerError, match="hang"):
+        job.wait(10)
+
+
+def test_cancel_discards_the_result(problem: Any, one: Any) -> None:
+    p = problem([20])
+    gate = one.submit(p.plan(), p.q, p.out.copy(), fault="hang")
+    out = np.full_like(p.out, np.nan)
+    job = one.submit(p.plan(), p.q, out)
+    assert job.cancel()
+    one.release_faults()
+    with pytest.raises(ck.JobCancelled):
+        job.wait(10)
+    assert job.done() and np.isnan(out).all() and not job.cancel()
+    assert gate.done() and isinstance(gate.error, ck.WorkerError)
+
+
+def test_a_cancelled_split_leaves_no_trace_in_the_next_run(problem: Any, one: Any) -> None:
+    p = problem([500])
+    plan = p.plan(split_tokens=32)
+    want, _ = p.run(split_tokens=32)
+    gate = one.submit(plan, p.q, p.out.copy(), fault="hang")
+    one.submit(plan, p.q, p.out.copy()).cancel()
+    gate.cancel()
+    one.release_faults()
+    for _ in range(3):
+        out = np.full_like(p.out, np.nan)
+        one.submit(plan, p.q, out).wait(10)
+        assert np.array_equal(out, want)
+
+
+def test_close_is_bounded_fails_what_is_left_and_may_be_called_again(problem: Any) -> None:
+    p = problem([20])
+    pool = ck.WorkerPool(1)
+    hung = pool.submit(p.plan(), p.q, p.out.copy(), fault="hang")
+    left = pool.submit(p.plan(), p.q, p.out.copy())
+    waiter_saw: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            left.wait(20)
+        except ck.WorkerError as error:
+            waiter_saw.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    pool.close(10)
+    thread.join(10)
+    assert hung.done() and left.done() and isinstance(hung.error, ck.WorkerError)
+    assert len(waiter_saw) == 1 and isinstance(waiter_saw[0], ck.PoolClosed)
+    pool.close()
+    with pytest.raises(ck.PoolClosed, match="the pool is closed"):
+        pool.submit(p.plan(), p.q, p.out)
+
+
+def test_a_job_keeps_its_buffers_only_while_it_needs_them(problem: Any, one: Any) -> None:
+    p = problem([20])
+
+    class Tracked(np.ndarray):
+        pass
+
+    out = np.full_like(p.out, np.nan).view(Tracked)
+    alive = weakref.ref(out)
+    gate = one.submit(p.plan(), p.q, p.out.copy(), fault="hang")
+    job = one.submit(p.plan(), p.q, out)
+    del out
+    gc.collect()
+    assert alive() is not None
+    one.release_faults()
+    job.wait(10)
+    gc.collect()
+    assert alive() is None and gate.done()
+
+
+def test_unwatched_jobs_let_go_of_their_buffers_at_the_next_submit(problem: Any, one: Any) -> None:
+    p = problem([20])
+    job = one.submit(p.plan(), p.q, p.out.copy())
+    one.submit(p.plan(), p.q, p.out.copy()).wait(10)
+    one.submit(p.plan(), p.q, p.out.copy()).wait(10)
+    assert job._alive is None and job.end_ns is not None
+
+
+def test_too_many_jobs_are_refused_not_blocked(problem: Any, one: Any) -> None:
+    p = problem([1])
+    plan = p.plan()
+    jobs = [one.submit(plan, p.q, p.out.copy(), fault="hang")]
+    jobs += [one.submit(plan, p.q, p.out) for _ in range(MAX_JOBS - 1)]
+    with pytest.raises(RuntimeError, match=f"{MAX_JOBS} jobs are in flight already"):
+        one.submit(plan, p.q, p.out)
+    one.release_faults()
+    jobs[-1].wait(20)
+    for _ in range(3 * MAX_JOBS):  # the ring goes round
+        one.submit(plan, p.q, p.out).wait(20)
+
+
+def test_refused_submit_costs_no_descriptor(problem: Any, one: Any) -> None:
+    p = problem([1])
+    plan = p.plan()
+    for _ in range(MAX_JOBS + 5):
+        with pytest.raises(ValueError, match="q has shape"):
+            one.submit(plan, p.q[:, :1], p.out)
+    one.submit(plan, p.q, p.out).wait(10)
+    with pytest.raises(ValueError, match="priority is 2"):
+        one.submit(plan, p.q, p.out, priority=2)
+    with pytest.raises(ValueError, match="fault is 'burn'"):
+        one.submit(plan, p.q, p.out, fault="burn")
+
+
+def test_other_back_ends_are_refused(problem: Any, one: Any) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    p = problem([1])
+    with pytest.raises(ValueError, match="runs native plans only; this plan has backend 'torch'"):
+        one.submit(p.plan(backend="torch"), p.q, p.out)
+
+
+def test_a_prepared_job_can_be_pushed_natively(problem: Any, one: Any) -> None:
+    """What a stream callback does: one C call with the descriptor's address, no interpreter."""
+    p = problem([50])
+    want, _ = p.run()
+    out = np.full_like(p.out, np.nan)
+    job = one.prepare(p.plan(), p.q, out)
+    time.sleep(0.02)
+    assert not job.done() and np.isnan(out).all()
+    push = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.push_address)
+    thread = threading.Thread(target=push, args=(one.descriptor(job),))
+    thread.start()
+    thread.join(10)
+    job.wait(10)
+    assert np.array_equal(out, want)
+
+
+def test_sleeping_workers_are_woken(problem: Any) -> None:
+    p = problem([20])
+    with ck.WorkerPool(1, spin_us=0) as pool:
+        for _ in range(30):
+            time.sleep(0.001)  # long past the spin
+            pool.submit(p.plan(), p.q, p.out).wait(10)
+
+
+def test_workers_are_pinned(problem: Any) -> None:
+    allowed = ck.topology.read().allowed
+    before = set(os.listdir("/proc/self/task"))
+    with ck.WorkerPool(cpus=allowed) as pool:
+        p = problem([20])
+        pool.submit(p.plan(), p.q, p.out).wait(10)
+        masks = {tuple(os.sched_getaffinity(int(t))) for t in set(os.listdir("/proc/self/task")) - before}
+        assert masks == {(cpu,) for cpu in allowed} and pool.cpus == allowed
+    with pytest.raises(ValueError, match="must be CPUs of the affinity mask"):
+        ck.WorkerPool(cpus=[9999])
+
+
+def test_more_workers_than_cpus_is_obeyed_with_a_warning(problem: Any) -> None:
+    p = problem([500], page=16)
+    want, _ = p.run(split_tokens=16)
+    with pytest.warns(UserWarning, match="num_workers 64 is more than the"), ck.WorkerPool(64) as pool:
+        assert pool.num_workers == 64
+        out = np.full_like(p.out, np.nan)
+        pool.submit(p.plan(split_tokens=16), p.q, out).wait(30)
+    assert np.array_equal(out, want)
+
+
+def test_an_unclosed_pool_does_not_hold_up_the_end_of_the_process() -> None:
+    code = (
+        "import numpy as np, cpu_kernels as ck\n"
+        "pages = ck.KVPages(2, 1, 64, 32, huge_pages=False)\n"
+        "pool = ck.WorkerPool(1)\n"
+        "q = np.ones((1, 1, 64), np.float32)\n"
+        "pool.submit(ck.plan_decode(pages, [[0]], [5], 1), q, q.copy(), fault='hang')\n"
+    )
+    root = Path(ck.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forgotten_pool_ends_its_threads(problem: Any) -> None:
+    pool = ck.WorkerPool(1)
+    threads = pool._shared.threads
+    del pool
+    gc.collect()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
