@@ -3,7 +3,8 @@
 JOIN    the cohort's attention is ready: its rows enter the GPU's next linear stage
 SKIP    go on without it and ask again when the GPU comes by this layer in the next pass
 WAIT    wait until it is ready, at most ``patience_ns``, then JOIN; past that bound, SKIP
-DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU stands
+DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU stands (one that is not ready is waited
+        for, within ``patience_ns``)
 
 The order in which a policy is asked, for one pass:
 
@@ -105,7 +106,8 @@ class LayerView(NamedTuple):
     """Where the GPU is: at the start of its attention of ``layer`` (ask), or of the linear stage after it (detour).
 
     ``gpu_keys`` are the keys of the pass's decode rows, ``tokens`` the rows of the linear stage that comes (ask) or
-    runs (detour), prompt tokens included; ``cpu_free_ns`` is when the CPU is predicted to have done all it was given.
+    runs (detour), prompt tokens included; ``gpu_free_ns`` and ``cpu_free_ns`` are when GPU and CPU are predicted to
+    have done all they were given (0 where the policy has no cost model).
     """
 
     layer: int
@@ -114,6 +116,7 @@ class LayerView(NamedTuple):
     now_ns: int
     gpu_keys: int = 0
     tokens: int = 0
+    gpu_free_ns: int = 0
     cpu_free_ns: int = 0
 
 
@@ -128,7 +131,7 @@ class Policy:
     Attributes
     ----------
     priority : class of its ops on the cpu.attention lane
-    detours_wait : ``detour`` also sees cohorts that are not ready; naming one waits for it (``patience_ns``)
+    detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
     launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
     costs : cost model of the policies that predict; the executor then fills the predicted times of the views
     """
@@ -175,8 +178,12 @@ class Policy:
         """What to do with a cohort that stands at the layer of the GPU."""
         raise NotImplementedError
 
+    def priority_of(self, number: int) -> int:
+        """Class of the ops of cohort ``number`` on the cpu.attention lane."""
+        return self.priority
+
     def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        """Number of a cohort that gets a detour now; None: none. All are ready unless ``detours_wait``."""
+        """Number of a cohort that gets a detour now; None: none. ``cohorts`` are all in flight, ready or not."""
         return None
 
     def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:

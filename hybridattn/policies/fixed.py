@@ -1,10 +1,10 @@
-"""The three fixed policies: GPU only, blocking offload, asynchronous overlap."""
+"""Fixed policies: GPU only, CPU only, a fixed share, blocking offload, asynchronous overlap."""
 
 from __future__ import annotations
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED, WAITED
-from hybridattn.core.stages import GPU_TIER
+from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
 
 
@@ -23,13 +23,75 @@ class SyncOffload(Policy):
 
     gpu.compute   |attn|....wait....|linear|attn|....wait....|linear|
     cpu.attention |--- attention ---|      |--- attention ---|
+
+    Parameters
+    ----------
+    max_rows : int, optional
+        CPU rows of a pass at most, oldest requests first; the others wait for their turn. With as many as the CPU
+        serves during the GPU's own attention, nothing waits.
     """
 
     name = "sync_offload"
     priority = WAITED
 
+    def __init__(self, cpu_fraction: float | None = None, max_rows: int | None = None) -> None:
+        super().__init__(cpu_fraction)
+        if max_rows is not None and max_rows < 1:
+            raise InputError(f"max_rows must be at least 1, got {max_rows}")
+        self.max_rows = max_rows
+        self.launch_cap = max_rows
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        rows = min(view.idle_rows, self.max_rows or view.idle_rows)
+        return (rows,) if rows else ()
+
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         return Verb.JOIN if cohort.ready else Verb.WAIT
+
+
+class FixedFraction(SyncOffload):
+    """A fixed share of the requests lives on the CPU tier, whatever fits where; the GPU waits for it at every layer."""
+
+    name = "fixed_fraction"
+
+    def __init__(self, cpu_fraction: float = 0.5) -> None:
+        super().__init__(cpu_fraction)
+
+
+class CpuOnly(Policy):
+    """All decode attention on the CPU (FastDecode): cohorts take turns, linear stages on the GPU.
+
+    gpu.compute   |linear A|linear B|linear A|linear B|      prompts join whatever is ready
+    cpu.attention |    B   |    A   |    B   |
+
+    Parameters
+    ----------
+    cohorts : int
+        How many take turns.
+    """
+
+    name = "cpu_only"
+    tiers = (CPU_TIER,)
+    priority = WAITED
+
+    def __init__(self, cohorts: int = 2) -> None:
+        super().__init__()
+        if cohorts < 1:
+            raise InputError(f"cohorts must be at least 1, got {cohorts}")
+        self.cohorts = cohorts
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        free = self.cohorts - view.cohorts
+        if not view.idle_rows or free < 1:
+            return ()
+        each = -(-view.idle_rows // free)
+        return tuple(min(each, view.idle_rows - at) for at in range(0, view.idle_rows, each))
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        return Verb.JOIN if cohort.ready else Verb.SKIP
+
+    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+        return next((c.number for c in cohorts if c.ready and c.layer != at.layer + 1), None)
 
 
 class AsyncOverlap(Policy):

@@ -8,10 +8,13 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
+from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
-from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (GpuOnly, SyncOffload, AsyncOverlap)}
+POLICIES: dict[str, type[Policy]] = {
+    p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric)
+}
 
 
 def make_policy(policy: str | Policy, costs: Costs | None = None, **options: Any) -> Policy:

@@ -130,10 +130,10 @@ class Executor:
                 pulled = self._pull(layer, batch, attended)
             attended = submit(self.stages.attention(layer, batch), pulled)
             here = standing.get(layer)
-            joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)] if here else []
+            joined = self._join(here, layer, batch, made) if here else []
             made = self._submit_linear(layer, batch, joined)
             if self._takes_detours and self.cohorts:
-                self._detours(layer, batch, attended, joined)
+                self._detours(layer, batch, attended, self._batch_tokens + sum([len(c.rows) for c in joined]))
             self._bound_run_ahead(made)
             layer += 1
 
@@ -163,6 +163,8 @@ class Executor:
                 by_layer.setdefault(cohort.layer, []).append(cohort)
         for layer, ready in by_layer.items():
             self._tally.detours += len(ready)
+            if self.forecast is not None:
+                self.forecast.gpu_works(self.device.now_ns(), sum(len(c.rows) for c in ready))
             self._submit_linear(layer, None, ready)
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
@@ -181,6 +183,17 @@ class Executor:
         if self.device.now_ns() - cohort.submitted_ns > self._timeout_ns:
             raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
         return False
+
+    def _join(self, here: list[Cohort], layer: int, batch: Batch, made: Ticket) -> list[Cohort]:
+        """The cohorts that enter the linear stage of ``layer`` together with the GPU rows."""
+        forecast = self.forecast
+        if forecast is None:
+            return [c for c in tuple(here) if self._ask(c, layer, batch, made)]
+        made.wait(self._timeout_ns)  # predictions start from where the GPU is
+        forecast.gpu_free_ns = self.device.now_ns() + forecast.attention_ns(batch, self._batch_keys)
+        joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)]
+        forecast.gpu_works(self.device.now_ns(), self._batch_tokens + sum([len(c.rows) for c in joined]))
+        return joined
 
     def _ask(self, cohort: Cohort, layer: int, batch: Batch, made: Ticket) -> bool:
         """True when the cohort enters the linear stage of ``layer`` together with the GPU rows.
@@ -215,33 +228,33 @@ class Executor:
             self.forecast.returned(cohort)
         return True
 
-    def _detours(self, layer: int, batch: Batch, attended: Ticket, joined: Sequence[Cohort]) -> None:
+    def _detours(self, layer: int, batch: Batch, attended: Ticket, tokens: int) -> None:
         """Linear stages of cohorts elsewhere, as long as the policy wants them.
 
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
         """
-        tokens = self._batch_tokens + sum(len(c.rows) for c in joined)
         attended.wait(self._timeout_ns)
-        while True:
-            found = []
-            for c in self.cohorts:
-                if c.layer != layer + 1:
-                    ready = _ticket(c).done()
-                    if ready or self.policy.detours_wait:
-                        found.append((c, ready))
-            if not found:
+        if self.forecast is not None:
+            self.forecast.gpu_free_ns = self.device.now_ns() + self.forecast.linear_ns(tokens)
+        while self.cohorts:
+            ready = [_ticket(c).done() for c in self.cohorts]
+            if not self.policy.detours_wait and not any(
+                r and c.layer != layer + 1 for r, c in zip(ready, self.cohorts, strict=True)
+            ):
                 return
             at = self._where(layer, batch, tokens)
-            views = tuple(self._view(c, ready) for c, ready in found)
+            views = tuple([self._view(c, r) for c, r in zip(self.cohorts, ready, strict=True)])
             chosen = self.policy.detour(views, at)
             if chosen is None:
                 return
-            cohort, ready = next(pair for pair in found if pair[0].number == chosen)
-            view = next(v for v in views if v.number == chosen)
-            if not ready and not self._wait(cohort, view, at):
+            where = next(i for i, v in enumerate(views) if v.number == chosen)
+            cohort = self.cohorts[where]
+            if not ready[where] and not self._wait(cohort, views[where], at):
                 return
             self._poll(cohort)
             self._tally.detours += 1
+            if self.forecast is not None:
+                self.forecast.gpu_works(self.device.now_ns(), len(cohort.rows))
             self._submit_linear(cohort.layer, None, [cohort])
 
     def _view(self, cohort: Cohort, ready: bool) -> CohortView:
@@ -257,9 +270,16 @@ class Executor:
         )
 
     def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:
-        free_ns = self.forecast.cpu_free_ns if self.forecast is not None else 0
-        now_ns = self.device.now_ns()
-        return LayerView(layer, self.stages.num_layers, len(batch.segments), now_ns, self._batch_keys, tokens, free_ns)
+        return LayerView(
+            layer,
+            self.stages.num_layers,
+            len(batch.segments),
+            self.device.now_ns(),
+            self._batch_keys,
+            tokens,
+            self.forecast.gpu_free_ns if self.forecast is not None else 0,
+            self.forecast.cpu_free_ns if self.forecast is not None else 0,
+        )
 
     # -- submitting --------------------------------------------------------------------------------------------------
 
@@ -295,7 +315,8 @@ class Executor:
         cohort.submitted_pass = self.pass_number
         cohort.submitted_ns = self.device.now_ns()
         self._last_down = down = self.device.submit(self.stages.send(cohort), (made,))
-        cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, self.policy.priority), (down,))
+        priority = self.policy.priority_of(cohort.number)
+        cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, priority), (down,))
         if self.forecast is not None:
             self.forecast.sent(cohort, self._keys[cohort.number], cohort.submitted_ns)
 

@@ -11,7 +11,7 @@ known for what it is after a few ops.
 from __future__ import annotations
 
 from hybridattn.core.op import CPU
-from hybridattn.core.stages import Cohort
+from hybridattn.core.stages import Batch, Cohort
 from hybridattn.cost.correction import Correction
 from hybridattn.cost.costs import Costs
 
@@ -21,7 +21,7 @@ _KIND = "decode_attention"
 class Forecast:
     """Predicted returns of the cohorts in flight of one executor."""
 
-    __slots__ = ("_correction", "_costs", "_priced_ns", "_return_ns", "cpu_factor", "cpu_free_ns")
+    __slots__ = ("_correction", "_costs", "_priced_ns", "_return_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -30,12 +30,25 @@ class Forecast:
         self._return_ns: dict[int, int] = {}
         self.cpu_factor = 1.0
         self.cpu_free_ns = 0
+        self.gpu_free_ns = 0
+
+    def linear_ns(self, rows: int) -> int:
+        return self._costs.linear_ns(rows)
+
+    def attention_ns(self, batch: Batch, keys: int) -> int:
+        """GPU attention of the pass's rows at one layer; ``keys`` are those of its decode rows."""
+        prefill = [(s.num_tokens, s.start + s.num_tokens) for s in batch.segments if s.prefill]
+        return self._costs.attention_ns(len(batch.segments) - len(prefill), keys, prefill)
+
+    def gpu_works(self, now_ns: int, rows: int) -> None:
+        """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
+        self.gpu_free_ns = max(self.gpu_free_ns, now_ns) + self._costs.linear_ns(rows)
 
     def sent(self, cohort: Cohort, keys: int, now_ns: int) -> None:
-        """The cohort's q, k, v were sent down and its attention submitted."""
+        """The cohort's q, k, v go down as soon as the GPU is through, and its attention follows."""
         rows = len(cohort.rows)
         priced = self._costs.cpu_ns(rows, keys)
-        start = max(self.cpu_free_ns, now_ns + self._costs.down_ns(rows))
+        start = max(self.cpu_free_ns, max(now_ns, self.gpu_free_ns) + self._costs.down_ns(rows))
         self.cpu_free_ns = start + int(priced * self.cpu_factor)
         self._priced_ns[cohort.number] = priced
         self._return_ns[cohort.number] = self.cpu_free_ns
