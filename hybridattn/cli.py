@@ -13,7 +13,6 @@ from typing import Any
 from hybridattn import doctor
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import HybridAttnError, InputError
-from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
 from hybridattn.runtime.call import Output
 from hybridattn.runtime.llm import LLM
 from hybridattn.runtime.params import SamplingParams
@@ -194,8 +193,6 @@ def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
 
 
 def _as_dict(output: Output, llm: LLM) -> dict[str, Any]:
-    r = output.record
-    times = {"ttft_s": ttft_ns(r), "tpot_s": tpot_ns(r), "e2el_s": e2el_ns(r)}
     return {
         "text": output.text,
         "token_ids": list(output.token_ids),
@@ -203,12 +200,7 @@ def _as_dict(output: Output, llm: LLM) -> dict[str, Any]:
         "tier": output.tier,
         "policy": llm.policy.name,
         "device": llm.device.name,
-        "metrics": {
-            "prompt_tokens": r.prompt_tokens,
-            "output_tokens": r.output_tokens,
-            "preemptions": r.preemptions,
-            **{name: None if ns is None else ns / 1e9 for name, ns in times.items()},
-        },
+        "metrics": output.metrics,
     }
 
 

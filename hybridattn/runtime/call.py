@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord
+from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
 from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.params import SamplingParams
 from hybridattn.runtime.request import Request
@@ -16,7 +17,7 @@ from hybridattn.runtime.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a prompt became. ``record`` holds its times; see ``hybridattn.metrics`` for TTFT, TPOT and the rest."""
+    """What a prompt became. ``record`` holds its times in nanoseconds, ``metrics`` what follows from them in seconds."""
 
     request_id: str
     prompt: str | None
@@ -26,6 +27,18 @@ class Output:
     finish_reason: str
     tier: str
     record: RequestRecord = field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, int | float | None]:
+        """Counts of tokens and preemptions; TTFT, TPOT (None below two tokens) and end-to-end latency in seconds."""
+        r = self.record
+        times = {"ttft_s": ttft_ns(r), "tpot_s": tpot_ns(r), "e2el_s": e2el_ns(r)}
+        return {
+            "prompt_tokens": r.prompt_tokens,
+            "output_tokens": r.output_tokens,
+            "preemptions": r.preemptions,
+            **{name: None if ns is None else ns / 1e9 for name, ns in times.items()},
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,25 @@ def test_an_engine_that_needs_another_torch_thread_count_is_refused(tiny):
     open_tiny(tiny, device_options={"cores": CorePlan(gpu=(0, 1), pool=(0,))}).close()
 
 
+def test_the_driver_computes_nothing_and_joins_no_thread(tiny, monkeypatch):
+    """All lane work runs on lane threads, attention of CPU rows in the native pool; the driver only decides and polls."""
+    driver, ran_on, joins = threading.current_thread(), set(), []
+    with open_tiny(tiny, policy="async_overlap") as llm:
+        for name in ("_linear", "_last"):
+            real = getattr(llm.stages, name)
+            monkeypatch.setattr(
+                llm.stages, name, lambda *a, real=real: (ran_on.add(threading.current_thread()), real(*a))[1]
+            )
+        submit, jobs = llm.device.pool.submit, []
+        monkeypatch.setattr(llm.device.pool, "submit", lambda *a, **k: jobs.append(submit(*a, **k)) or jobs[-1])
+        monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: joins.append(self))
+        llm.generate(TOKENS, SamplingParams(max_tokens=8))
+        monkeypatch.undo()
+    assert ran_on and driver not in ran_on
+    assert len(jobs) == 7 * tiny.config.shape.num_layers  # one CPU request: every token but the prefill's, every layer
+    assert joins == []
+
+
 def test_two_streams_share_an_engine_and_keep_their_tokens(tiny):
     params = SamplingParams(max_tokens=6)
     with open_tiny(tiny) as llm:
