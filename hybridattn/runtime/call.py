@@ -17,7 +17,7 @@ from hybridattn.runtime.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a prompt became. ``record`` holds its times in nanoseconds, ``metrics`` what follows from them in seconds."""
+    """What a prompt became. ``record`` holds times in nanoseconds, ``metrics`` what follows from them in seconds."""
 
     request_id: str
     prompt: str | None

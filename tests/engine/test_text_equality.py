@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -156,25 +154,19 @@ def test_bf16_logits_are_as_good_as_transformers_own(prompts, teacher, reference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("together", [True, False], ids=["batched", "alone"])
+@pytest.mark.parametrize("how", ["batched", "alone", "preempted"])
 @pytest.mark.parametrize(("policy", "fraction"), cases())
-def test_full_cross_product(real_model, prompts, policy, fraction, together, tight):
+def test_full_cross_product(real_model, prompts, policy, fraction, how):
     """Every committed prompt; run with ``make test-slow``, result in the README."""
     chosen = list(prompts.values())
     assert len(chosen) >= 20 and all(p["min_gap"] > 1e-2 for p in chosen)
-    options = {"gpu_kv_blocks": 41, "cpu_kv_blocks": 41} if tight else {"gpu_kv_blocks": 260, "cpu_kv_blocks": 260}
-    got, preemptions = [], 0
-    for group in [chosen] if together else [[p] for p in chosen]:
-        # alone, a forced fraction of one request is 0 or 1
-        share = fraction if together or fraction is None else float(fraction > 0)
-        tokens, _, records = answers(real_model, group, policy, share, **options)
-        got += tokens
-        preemptions += sum(r.preemptions for r in records.requests)
+    blocks = 41 if how == "preempted" else 130
+    options = {"gpu_kv_blocks": blocks, "cpu_kv_blocks": blocks}
+    if how == "alone":
+        with LLM(real_model, policy=policy, cpu_fraction=fraction, **{**ROOMY, **options}) as llm:
+            got = [list(llm.generate(p["text"], GREEDY)[0].token_ids) for p in chosen]
+            assert llm.free_blocks() == {"gpu": blocks, "cpu": blocks}
+    else:
+        got, _, records = answers(real_model, chosen, policy, fraction, **options)
+        assert how == "batched" or sum(r.preemptions for r in records.requests) > 0
     assert got == [p["token_ids"] for p in chosen]
-    if tight and together:
-        assert preemptions > 0
-
-
-def test_every_case_is_named_once():
-    assert len(set(itertools.chain(cases()))) == 7
