@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
         "explicit_huge_pages": _explicit_huge_pages(),
         "memory_total_bytes": memory.total,
         "memory_available_bytes": memory.available,
-        "devices": {"host": "yes", "sim": "yes (experiments only)", "cuda": f"no: {why_no_cuda()}"},
+        "devices": {"host": "yes", "sim": "yes (experiments only)", "cuda": _cuda()},
         "triton": _triton(),
         "attention_backends": {name: backends.why_absent(name) or "yes" for name in backends.REGISTRY},
         "fingerprint": fingerprint(),
@@ -55,6 +55,11 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def _cuda() -> str:
+    reason = why_no_cuda()
+    return f"yes: {torch.cuda.get_device_name()}" if reason is None else f"no: {reason}"
 
 
 def _version(package: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from hybridattn.core.errors import InputError
@@ -26,18 +27,20 @@ def open_device(name: str, **options: Any) -> Any:
         raise InputError(f"device '{name}' computes no text: it runs in experiments and in Python with PricedStages")
     if name not in DEVICES:
         raise InputError(f"device '{name}' is unknown; choose one of {', '.join((*DEVICES, *PRICED))}")
-    if name == "cuda":
-        raise InputError(f"device 'cuda' cannot be used: {why_no_cuda()}")
+    if name == "cuda" and (reason := why_no_cuda()) is not None:
+        raise InputError(f"device 'cuda' cannot be used: {reason}")
     module, _, cls = DEVICES[name].partition(":")
     return getattr(importlib.import_module(module), cls)(**options)
 
 
-def why_no_cuda() -> str:
-    """The reason why ``cuda`` is refused, in one clause."""
+def why_no_cuda() -> str | None:
+    """The reason why ``cuda`` is refused, in one clause; None where it can be used."""
     import torch
 
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA, and the CUDA device is not part of this version yet"
+        return f"torch {torch.__version__} is a build without CUDA"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device, and the CUDA device is not part of this version yet"
-    return "the CUDA device is not part of this version yet"
+        return f"torch {torch.__version__} sees no CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which compiles its kernels, is not installed"
+    return None

@@ -6,14 +6,16 @@ import threading
 import time
 
 import pytest
+from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES, SKIPPED, WAITED, Op, Work
 from hybridattn.core.trace import violations
+from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
-from hybridattn.devices.registry import open_device
+from hybridattn.devices.registry import open_device, why_no_cuda
 from hybridattn.devices.sim import SimDevice
 
 MS = 1_000_000
@@ -24,7 +26,23 @@ def priced(op):
     return op.work.num_bytes  # the tests write the duration in ns there
 
 
+def fake_cuda():
+    """The CUDA device on a runtime whose streams are threads (test_cuda.py goes through chosen interleavings)."""
+    runtime = FakeCuda(threads=True)
+    device = CudaDevice(gpu_memory_bytes=1 << 20, runtime=runtime)
+    close = device.close
+
+    def close_both():
+        close()
+        runtime.close()
+
+    device.close = close_both
+    return device
+
+
 KINDS = {
+    "cuda_fake": fake_cuda,
+    "cuda": lambda: CudaDevice(gpu_memory_bytes=1 << 20),
     "host": lambda: HostDevice(gpu_memory_bytes=1 << 20),
     "sim": lambda: SimDevice(priced, memory_bytes={"gpu": 1 << 20}),
     "sim_execute": lambda: SimDevice(priced, execute=True, memory_bytes={"gpu": 1 << 20}),
@@ -33,6 +51,8 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def device(request):
+    if request.param == "cuda" and why_no_cuda() is not None:
+        pytest.skip(f"no CUDA device here: {why_no_cuda()}")
     made = KINDS[request.param]()
     yield made
     made.close()

@@ -1,0 +1,305 @@
+"""The CUDA device: real streams, and the CPU pool of this machine.
+
+    driver      submits; at most run_ahead layers before the GPU; polls numbers and events, joins nothing
+    gpu.compute, gpu.d2h, gpu.h2d   one stream each; an op waits for ops of other lanes by their events
+    handover    stream of host calls that push prepared jobs into the pool (see ``handover``)
+    cpu.attention   native threads
+
+    gpu.compute  |begin| attention(l) |end|begin|  linear(l)  |end|        begin, end: timing events
+    gpu.d2h                                       wait(end) |begin| send(l+1) |end|
+
+A closure runs in the driver's thread when its op is submitted and only enqueues. Errors of a closure are known at once;
+an error of the GPU itself breaks the device: every ticket then ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from cpu_kernels import WorkerPool
+from cpu_kernels.memory import available_bytes
+from hybridattn.core.device import Memory, Span, Ticket, check_after
+from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
+from hybridattn.devices.cores import CorePlan, plan_cores
+from hybridattn.devices.cuda_clock import GpuClock
+from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
+from hybridattn.devices.cuda_spans import spans_of
+from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
+from hybridattn.devices.fingerprint import fingerprint
+from hybridattn.devices.handover import HandoverLane
+
+HANDOVERS = ("auto", "stream", "poll")
+_UNSEEN = 64
+_START_NS = 30_000_000_000  # longest wait for the idle card when the device opens
+
+
+class CudaDevice:
+    """Lanes on one CUDA card and this machine's CPU.
+
+    Parameters
+    ----------
+    index : int
+        Which card.
+    gpu_memory_bytes : int, optional
+        Budget of the GPU tier, weights included (a smaller card is emulated this way). Default: what is free now.
+    handover : str
+        ``stream`` (host calls; refused where there are none), ``poll`` (the driver), or ``auto``.
+    graphs : bool
+        Capture the linear stages as CUDA graphs.
+    cores : CorePlan, optional
+        ``gpu`` are left to the driver and to CUDA's own threads, ``pool`` compute attention.
+    record : bool
+        Keep spans for ``drain``.
+    runtime : CudaRuntime, optional
+        Instead of torch's.
+    """
+
+    name = "cuda"
+    kind = "measured"
+    tier = "cuda"  # what class of GPU-side stages a model has here
+
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        gpu_memory_bytes: int | None = None,
+        handover: str = "auto",
+        graphs: bool = True,
+        cores: CorePlan | None = None,
+        spin_us: int = 50,
+        record: bool = True,
+        close_timeout_s: float = 5.0,
+        runtime: CudaRuntime | None = None,
+    ) -> None:
+        self.runtime: CudaRuntime = TorchCuda(index) if runtime is None else runtime
+        self.torch_device = self.runtime.torch_device
+        self.graphs = graphs
+        self.broken: BaseException | None = None
+        by_stream = _by_stream(handover, self.runtime)
+        self._memory = {"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}
+        self._reserved = {"gpu": 0, "cpu": 0}
+        self._record, self._close_timeout_s = record, close_timeout_s
+        self._closed = False
+        self._lock = threading.RLock()  # the lane's worker thread looks at tickets too
+        self._tickets: list[Any] = []  # since the last drain
+        self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
+        self._open: dict[str, deque[StreamTicket]] = {lane: deque() for lane in self._streams}
+        self._pinned: list[int] = []
+        self._clock = GpuClock(self.runtime, self._streams[GPU], _START_NS)
+        self.cores = cores or _cores()
+        self.profile = f"{self.runtime.gpu_name.replace(' ', '_')}+{fingerprint()}"
+        self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
+        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, by_stream)
+
+    @property
+    def handover(self) -> str:
+        return "stream" if self._cpu.by_stream else "poll"
+
+    @property
+    def clock_spread_ns(self) -> int:
+        """How far GPU times may lie from the host's clock."""
+        return self._clock.spread_ns
+
+    # -- the contract ------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket:
+        if self._closed:
+            raise DeviceError(f"{op.describe()} was submitted to a closed device")
+        check_after(op, after)
+        ticket = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
+        self._tickets.append(ticket)
+        if not self._record and len(self._tickets) > 4096:
+            self._tickets = [t for t in self._tickets if not t.done() or t.error is not None]
+        self.pump()
+        return ticket
+
+    def _hand_over(self, op: Op, after: tuple[Ticket, ...]) -> HandoverTicket:
+        ticket = HandoverTicket(self, op, after)
+        self._cpu.push(ticket)
+        return ticket
+
+    def _enqueue(self, op: Op, after: tuple[Ticket, ...]) -> StreamTicket:
+        runtime, stream = self.runtime, self._streams[op.lane]
+        ticket = StreamTicket(self, op, after)
+        for earlier in after:
+            # None: it has ended. An op of the same lane is before us on the stream anyway.
+            event = getattr(earlier, "finished", None)
+            if event is not None and earlier.op.lane != op.lane:
+                runtime.wait(stream, event)
+        ticket.begun, ticket.finished = runtime.event(), runtime.event()
+        runtime.record(ticket.begun, stream)
+        runtime.enqueue(stream, ticket.execute)
+        runtime.record(ticket.finished, stream)
+        with self._lock:
+            self._open[op.lane].append(ticket)
+        return ticket
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
+
+    def sleep_until_ns(self, when_ns: int) -> None:
+        while (left := when_ns - time.perf_counter_ns()) > 0:
+            self.pump()
+            time.sleep(min(left / 1e9, 0.001))
+
+    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
+        deadline = time.perf_counter_ns() + timeout_ns
+        while not any(t.done() for t in tickets):
+            if time.perf_counter_ns() > deadline:
+                named = ", ".join(t.op.describe() for t in tickets)
+                raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
+            tickets[0].block(0.0005)  # type: ignore[attr-defined]  # the lane is in order: the first is the likely one
+
+    def drain(self, timeout_ns: int) -> list[Span]:
+        deadline = time.perf_counter_ns() + timeout_ns
+        tickets, self._tickets = self._tickets, []
+        failed = None
+        for ticket in tickets:
+            while not ticket.done():
+                left = deadline - time.perf_counter_ns()
+                if left <= 0:
+                    raise StallError(f"{ticket.op.describe()} did not end within {timeout_ns / 1e9:g} s")
+                ticket.block(left / 1e9)
+            if failed is None and ticket.error is not None:
+                failed = ticket
+        if failed is not None:
+            raise DeviceError(f"{failed.op.describe()} failed: {failed.error}") from failed.error
+        if not self._record:
+            return []
+        self._clock.realign()
+        spans = spans_of(tickets, self._clock.spread_ns)
+        self._clock.restart()
+        return spans
+
+    def memory(self, tier: str) -> Memory:
+        return Memory(self._memory[tier], self._memory[tier] - self._reserved[tier])
+
+    def reserve(self, tier: str, num_bytes: int, what: str) -> None:
+        free = self.memory(tier).free
+        if num_bytes > free:
+            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
+        self._reserved[tier] += num_bytes
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.perf_counter() + self._close_timeout_s
+        self._cpu.stop()
+        at_rest = self._at_rest(deadline)
+        if not at_rest:
+            # A host call may still come and push into the pool's memory, which must then outlive this object.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pool))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._tickets))
+        self.pool.close(timeout_s=self._close_timeout_s)
+        self._cpu.join(max(0.0, deadline - time.perf_counter()))
+        if at_rest:
+            for address in self._pinned:
+                self.runtime.unpin(address)
+            self._pinned.clear()
+
+    def _at_rest(self, deadline: float) -> bool:
+        """Wait, bounded, until all streams are empty."""
+        ends = []
+        try:
+            for stream in (*self._streams.values(), self._cpu.stream):
+                ends.append(self.runtime.event())
+                self.runtime.record(ends[-1], stream)
+            while not all(self.runtime.query(e) for e in ends):
+                if time.perf_counter() > deadline:
+                    return False
+                time.sleep(0.0002)
+        except Exception:  # the GPU has failed: nothing runs on it any more
+            return False
+        return True
+
+    # -- for tickets -------------------------------------------------------------------------------------------------
+
+    def passed(self, ticket: StreamTicket) -> bool:
+        with self._lock:
+            if ticket.ended:
+                return True
+            if self.broken is None:
+                try:
+                    if not self.runtime.query(ticket.finished):
+                        return False
+                except Exception as error:  # what a kernel failed with; it cannot be attributed to one op for certain
+                    self.broken = error
+            self._settle_through(ticket)
+            return True
+
+    def _settle_through(self, ticket: StreamTicket) -> None:
+        """The lane is in order: whatever is before ``ticket`` has ended too."""
+        lane = self._open[ticket.op.lane]
+        while lane:
+            first = lane.popleft()
+            if self.broken is None:
+                first.settle(None, self._clock.gpu_ns(first.begun), self._clock.gpu_ns(first.finished))
+            else:
+                first.settle(self.broken, 0, 0)
+            if first is ticket:
+                return
+
+    def host_ns(self, gpu_ns: int) -> int:
+        return self._clock.host_ns(gpu_ns)
+
+    def pump(self) -> None:
+        self._cpu.pump()
+        for lane in self._open.values():
+            if len(lane) > _UNSEEN:  # nobody asks for these one by one, and their closures hold tensors
+                lane[_UNSEEN // 2].done()
+
+    # -- for stages --------------------------------------------------------------------------------------------------
+
+    def on(self, lane: str) -> AbstractContextManager[Any]:
+        """Inside, uploads and the like go to the stream of ``lane``."""
+        return self.runtime.on(self._streams[lane])
+
+    def pin(self, address: int, num_bytes: int, what: str) -> bool:
+        """Page-lock memory until the device closes; where that fails, warn once and copy the slow way."""
+        try:
+            self.runtime.pin(address, num_bytes)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{what} ({num_bytes} bytes) could not be pinned and stays pageable, so that its copies block the "
+                f"driver: {error}", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+            return False
+        self._pinned.append(address)
+        return True
+
+    def stream(self, lane: str) -> Any:
+        return self._streams[lane]
+
+
+def _budget(runtime: CudaRuntime, wanted: int | None) -> int:
+    free, total = runtime.memory()
+    if wanted is None:
+        return free
+    if wanted > free:
+        raise InputError(f"gpu_memory_bytes {wanted} exceeds the {free} bytes that are free of {total} on the card")
+    return wanted
+
+
+def _by_stream(handover: str, runtime: CudaRuntime) -> bool:
+    if handover not in HANDOVERS:
+        raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
+    reason = runtime.why_no_host_call()
+    if handover == "stream" and reason is not None:
+        raise InputError(f"handover 'stream' cannot be used: {reason}")
+    return handover != "poll" and reason is None
+
+
+def _cores() -> CorePlan:
+    """Two cpus for the driver and CUDA's threads, where there are four or more."""
+    plan = plan_cores()
+    cpus = (*plan.gpu, *plan.pool) if plan.gpu != plan.pool else plan.gpu
+    return plan_cores(cpus, gpu_threads=2) if len(cpus) >= 4 else plan

@@ -1,0 +1,174 @@
+"""What the CUDA device needs of CUDA, behind one thin protocol: streams, events, host calls, pinned memory, graphs.
+
+``TorchCuda`` is the real one. Tests use a fake one whose streams run late and in any order that the waits allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hybridattn.core.errors import InputError
+
+Stream = Any
+Event = Any
+_HOST_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class CudaRuntime(Protocol):
+    """CUDA as the device sees it. Nothing here waits, except ``capture``."""
+
+    gpu_name: str
+    torch_device: str  # where tensors of the GPU tier live
+
+    def open_stream(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Inside, what the host enqueues at once (uploads of a plan) goes to ``stream``."""
+        ...
+
+    def enqueue(self, stream: Stream, run: Callable[[], None]) -> None:
+        """Put what ``run`` does on ``stream``, after everything that is there. ``run`` raises nothing."""
+        ...
+
+    def event(self) -> Event:
+        """A new event that keeps the time at which the stream came by."""
+        ...
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work enqueued on ``stream`` from now on starts after ``event`` has passed."""
+        ...
+
+    def query(self, event: Event) -> bool:
+        """Whether a recorded event has passed. Raises what the GPU failed with, if it did."""
+        ...
+
+    def elapsed_ns(self, first: Event, second: Event) -> int:
+        """Time between two events that have passed; about 0.5 us fine, and 1 us over ten seconds."""
+        ...
+
+    def why_no_host_call(self) -> str | None: ...
+
+    def host_call(self, stream: Stream, function: int, argument: int) -> None:
+        """``void function(void *argument)`` (addresses) runs when ``stream`` comes by; it must not use CUDA."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the card."""
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory so that copies are asynchronous; RuntimeError with the reason where it cannot be."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
+
+    def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``run`` enqueues as a graph; the result replays it. RuntimeError where it cannot be."""
+        ...
+
+
+class TorchCuda:
+    """The CUDA runtime that torch has loaded, on one card.
+
+    Raises
+    ------
+    InputError
+        There is no such card.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        count = torch.cuda.device_count()
+        if not 0 <= index < count:
+            raise InputError(f"CUDA device {index} does not exist: torch sees {count}")
+        self.torch_device = f"cuda:{index}"
+        self._device = torch.device(self.torch_device)
+        self.gpu_name = torch.cuda.get_device_name(self._device)
+        self._launch, self._no_launch = _find_host_call()
+        self._graph_pool: Any = None
+
+    def open_stream(self) -> Stream:
+        return torch.cuda.Stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def enqueue(self, stream: Stream, run: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream):
+            run()
+
+    def event(self) -> Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def query(self, event: Event) -> bool:
+        return event.query()
+
+    def elapsed_ns(self, first: Event, second: Event) -> int:
+        return int(first.elapsed_time(second) * 1e6)
+
+    def why_no_host_call(self) -> str | None:
+        return self._no_launch
+
+    def host_call(self, stream: Stream, function: int, argument: int) -> None:
+        if self._launch is None:
+            raise RuntimeError(f"no host call: {self._no_launch}")
+        code = self._launch(stream.cuda_stream, function, argument)
+        if code != 0:
+            raise RuntimeError(f"the host call was refused with CUDA error {code}")
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self._device)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        _check(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0), f"pinning {num_bytes} bytes")
+
+    def unpin(self, address: int) -> None:
+        _check(torch.cuda.cudart().cudaHostUnregister(address), "unpinning")
+
+    def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()  # graphs replay one after the other: they share scratch
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels and makes library handles, none of which may happen inside a capture
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+def _check(code: Any, what: str) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"{what} failed with CUDA error {int(code)}")
+
+
+def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None]:
+    """The native launch of a host function: of the runtime library that is loaded, else of the driver's."""
+    for soname, symbol in (("libcudart.so", "cudaLaunchHostFunc"), ("libcuda.so", "cuLaunchHostFunc")):
+        path = loaded_library(soname, Path("/proc/self/maps"))
+        if path is not None:
+            address = ctypes.cast(getattr(ctypes.CDLL(path), symbol), ctypes.c_void_p).value
+            return _HOST_FUNCTION(address), None  # type: ignore[return-value]
+    return None, "neither libcudart nor libcuda is loaded in this process"
+
+
+def loaded_library(name: str, maps: Path) -> str | None:
+    """Path of a shared library that a process has loaded, by the start of its file name (from its memory map)."""
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/") and Path(path).name.startswith(name):
+            return path
+    return None

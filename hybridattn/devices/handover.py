@@ -1,0 +1,72 @@
+"""The cpu.attention lane of the CUDA device: from "copied to the host" to "being computed" without Python.
+
+    gpu.d2h     |send(l)|
+    handover            |push| <- host call of a stream that waits for the send; nothing else is held up by it
+    pool                     |attention(l)| ... sequence number
+    driver      ... layer l+1 ............. done()? reads the number, ~100 ns
+
+The job's descriptor is filled when the op is submitted; the host call is the pool's own native push with that
+descriptor. Where host calls are missing, and for ops without a native form, the driver does it while it polls, as on
+the host device; the two ways keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpu_kernels import WorkerPool
+from hybridattn.core.op import SKIPPED, WAITED, NativeJob
+from hybridattn.devices.cpu_lane import CpuLane
+from hybridattn.devices.cuda_runtime import CudaRuntime
+from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
+
+
+class _Preparing:
+    """Looks like the pool to an op's ``native``, but only fills the descriptor: a stream will push it."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def submit(self, *args: Any, **options: Any) -> NativeJob:
+        return self._pool.prepare(*args, **options)
+
+
+class HandoverLane(CpuLane):
+    """A ``CpuLane`` whose native jobs are pushed by a stream where that is possible."""
+
+    def __init__(self, runtime: CudaRuntime, pool: WorkerPool, cpus: tuple[int, ...], by_stream: bool) -> None:
+        super().__init__(pool, cpus)
+        self.by_stream = by_stream
+        self.stream = runtime.open_stream()
+        self._runtime = runtime
+        self._jobs = pool
+        self._preparing = _Preparing(pool)
+
+    def push(self, ticket: Any) -> None:
+        if self._goes_by_stream(ticket):
+            with self._lock:
+                self._by_stream(ticket)
+        else:
+            super().push(ticket)
+
+    def _goes_by_stream(self, ticket: HandoverTicket) -> bool:
+        """Native, after stream ops only, and nothing queued that it would overtake."""
+        if not self.by_stream or ticket.op.native is None or self._closing:
+            return False
+        if self._pending[WAITED] or self._pending[SKIPPED] or (self._closure is not None and not self._closure.done()):
+            return False
+        return all(isinstance(t, StreamTicket) and t.error is None for t in ticket.after)
+
+    def _by_stream(self, ticket: HandoverTicket) -> None:
+        assert ticket.op.native is not None
+        try:
+            job = ticket.op.native(self._preparing)
+        except Exception as error:  # refused by the pool: the waiters must hear of it
+            ticket.end(error=error)
+            return
+        for earlier in ticket.after:
+            if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
+                self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
+        self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))  # type: ignore[arg-type]
+        ticket.hand_over(job)
+        self._native = ticket

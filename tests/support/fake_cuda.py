@@ -1,0 +1,158 @@
+"""A CUDA runtime without CUDA: streams are queues, and what is on them really runs, late.
+
+With ``threads`` each stream has a worker. Without, whoever queries an event lets a random stream take random steps, so
+that a seed decides the order in which streams advance, as far as waits and records allow any choice.
+
+``forget`` breaks the runtime on purpose: ``waits`` makes waits do nothing, so that a test can show that its check sees
+the damage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections import deque
+from contextlib import nullcontext
+
+GIB = 1 << 30
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class FakeEvent:
+    def __init__(self):
+        self.recorded = False
+        self.passed = threading.Event()
+        self.gpu_ns = 0
+
+
+class FakeStream:
+    def __init__(self, runtime, number):
+        self.runtime, self.number = runtime, number
+        self.items = deque()
+        if runtime.threads:
+            self.inbox = queue.SimpleQueue()
+            self.thread = threading.Thread(target=self._work, name=f"fake stream {number}", daemon=True)
+            self.thread.start()
+
+    def put(self, kind, *what):
+        if self.runtime.threads:
+            self.inbox.put((kind, *what))
+        else:
+            self.items.append((kind, *what))
+
+    def runnable(self):
+        return bool(self.items) and (self.items[0][0] != "wait" or self.items[0][1].passed.is_set())
+
+    def step(self):
+        self.serve(*self.items.popleft())
+
+    def serve(self, kind, *what):
+        if kind == "run":
+            what[0]()
+        elif kind == "record":
+            what[0].gpu_ns = self.runtime.gpu_now()
+            what[0].passed.set()
+        elif kind == "call":
+            _CALL(what[0])(what[1])
+            self.runtime.host_calls += 1
+
+    def _work(self):
+        while (item := self.inbox.get()) is not None:
+            while item[0] == "wait" and not item[1].passed.wait(0.05) and not self.runtime.closed:
+                pass
+            if not self.runtime.closed:
+                self.serve(*item)
+
+
+class FakeCuda:
+    gpu_name = "Fake GPU"
+    torch_device = "cpu"
+
+    def __init__(self, seed=0, *, threads=False, host_call=True, pins=True, free=GIB, forget=(), offset_ns=10**12, drift=0.0):
+        self.threads, self.pins, self.free, self.forget = threads, pins, free, forget
+        self.offset_ns, self.drift = offset_ns, drift
+        self.host_calls = 0
+        self.closed = False
+        self.failure = None  # raised by every query, as a GPU does after a fault
+        self.pinned = {}
+        self.streams = []
+        self.started_ns = time.perf_counter_ns()
+        self._host_call = host_call
+        self._draw = random.Random(seed)
+
+    def close(self):
+        self.closed = True
+        for stream in self.streams if self.threads else ():
+            stream.inbox.put(None)
+            stream.thread.join(5)
+
+    def gpu_now(self):
+        return self.offset_ns + round((time.perf_counter_ns() - self.started_ns) * (1 + self.drift))
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    def open_stream(self):
+        self.streams.append(FakeStream(self, len(self.streams)))
+        return self.streams[-1]
+
+    def on(self, stream):
+        return nullcontext()
+
+    def enqueue(self, stream, run):
+        stream.put("run", run)
+
+    def event(self):
+        return FakeEvent()
+
+    def record(self, event, stream):
+        assert not event.recorded, "an event is recorded once"
+        event.recorded = True
+        stream.put("record", event)
+
+    def wait(self, stream, event):
+        assert event.recorded, "waiting for an event that was never recorded does nothing on a real stream"
+        if "waits" not in self.forget:
+            stream.put("wait", event)
+
+    def query(self, event):
+        if self.failure is not None:
+            raise self.failure
+        if not self.threads:
+            self.advance(self._draw.choice((0, 1, 1, 2, 4)))
+        return event.passed.is_set()
+
+    def advance(self, steps):
+        for _ in range(steps):
+            runnable = [s for s in self.streams if s.runnable()]
+            if not runnable:
+                return
+            self._draw.choice(runnable).step()
+
+    def elapsed_ns(self, first, second):
+        assert first.passed.is_set() and second.passed.is_set()
+        return second.gpu_ns - first.gpu_ns
+
+    def why_no_host_call(self):
+        return None if self._host_call else "this fake has none"
+
+    def host_call(self, stream, function, argument):
+        stream.put("call", function, argument)
+
+    def memory(self):
+        return self.free, self.free
+
+    def pin(self, address, num_bytes):
+        if not self.pins:
+            raise RuntimeError("out of lockable memory")
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+    def capture(self, stream, run):
+        run()
+        return run
