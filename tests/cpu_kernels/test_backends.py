@@ -77,3 +77,18 @@ def test_isa_has_no_meaning_for_torch(problem: Any) -> None:
 def test_registry_names_are_modules() -> None:
     assert set(backends.REGISTRY) == {"native", "torch", "ipex"}
     assert all(find_spec(module) for module in backends.REGISTRY.values())
+
+
+@pytest.mark.peers
+def test_ipex_follows_the_contract_where_it_can(problem: Any) -> None:
+    """Run by `make ipex`, in the environment that holds IPEX."""
+    if find_spec("intel_extension_for_pytorch") is None:
+        pytest.skip("intel_extension_for_pytorch is not installed; `make ipex` makes its environment")
+    for group, page in ((1, 32), (4, 16), (7, 32)):
+        p = problem([5, 97, 300], group=group, page=page, poison=False)
+        p.plan(backend="ipex").run(p.q, p.out)
+        assert np.abs(p.out - p.want()[0]).max() < 3e-2
+    with pytest.raises(ValueError, match="backend 'ipex' cannot do window_left, sinks"):
+        problem([5]).plan(backend="ipex", window_left=3, sinks=np.zeros(4))
+    with pytest.raises(ValueError, match="backend 'ipex' gives no lse"):
+        problem([5]).run(backend="ipex")
