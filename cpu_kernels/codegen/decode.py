@@ -19,12 +19,15 @@ from cpu_kernels.codegen import results, softmax
 from cpu_kernels.codegen.amx import AmxMath, EmulatedTiles, HardwareTiles
 from cpu_kernels.codegen.emit import F32, I64, PTR, Module, Value
 from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
-from cpu_kernels.codegen.frame import MINUS_INF, Frame
+from cpu_kernels.codegen.frame import L2, MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
 from cpu_kernels.codegen.lines import LineMath, PageMath
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, DotTiles, WideTiles, element_shift, load_as_f32
 from cpu_kernels.layout import LANES, Layout
+
+# What is fetched has to be far enough ahead to arrive in time: half a block where that is this much, else a whole one.
+NEAR_BYTES = 8 << 10
 
 
 def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
@@ -155,16 +158,31 @@ class DecodeKernel:
         low, high = first - start, last - start
         low, high = (low > 0).select(low, 0), (high < k.page).select(high, k.page)
         k.start, k.scales = start, here.at(2 * k.layout.k_bytes)
+        half = k.layout.k_bytes
+        during_k, during_v = (ahead, ahead.at(half)) if half < NEAR_BYTES else (here.at(half), ahead)
         with f.either(low.eq(0) & high.eq(k.page)) as whole:
-            self.math.scores(k, here, here.at(k.layout.k_bytes), None)
+            self.math.scores(k, here, during_k, None)
             softmax.update(k, self.math, None)
-            self.math.values(k, here, ahead, None)
+            self.math.values(k, here, during_v, None)
             whole.otherwise()
             edge = (low, high)
+            if half < NEAR_BYTES:
+                k.prefetch_range(during_k, half)
+            else:
+                self._fetch_rows(here.at(half), edge)
+                k.prefetch_range(during_v, half // 2)
             self.math.scores(k, here, None, edge)
-            k.prefetch_range(ahead, k.layout.k_bytes)
+            k.prefetch_range(during_v.at(half // 2), half // 2)
             softmax.update(k, self.math, edge)
             self.math.values(k, here, None, edge)
+
+    def _fetch_rows(self, values: Value, edge: tuple[Value, Value]) -> None:
+        """Fetch the rows of V that hold allowed positions."""
+        k, f, n = self.k, self.k.f, self.k.layout.per_lane
+        line = k.layout.line_bytes
+        with f.loop(0, k.chunks) as c:
+            with f.loop(edge[0] // n * line, (edge[1] + (n - 1)) // n * line, 64) as at:
+                f.prefetch(values.at(c * k.column_bytes + at), L2)
 
 
 def build_decode(layout: Layout, level: str, group: int, *, emulate_amx: bool = False) -> str:
