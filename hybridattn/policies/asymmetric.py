@@ -16,6 +16,7 @@ from hybridattn.core.op import WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, neo_iteration_ns
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
+from hybridattn.policies.fixed import shares
 
 CHOICES = ("neo", "eq6", "always")
 PATIENCE_PASSES = 64  # passes without CPU rows, while some wait, after which they run whatever the choice says
@@ -38,6 +39,7 @@ class Asymmetric(Policy):
     name = "asymmetric"
     priority = WAITED
     detours_wait = True
+    swap_in_below = 0.95
 
     def __init__(
         self,
@@ -77,13 +79,16 @@ class Asymmetric(Policy):
         rows = min(view.idle_rows, self.max_rows or view.idle_rows)
         if not rows:
             return ()
-        if not view.gpu_rows or self.costs is None:
+        if not view.gpu_rows:  # two cohorts take turns
+            return shares(rows, rows + view.flying_rows, 2, max(0, 2 - view.cohorts))
+        if self.costs is None:
             riders, followers = rows - rows // 2, rows // 2
         else:
             riders, followers = self._split(view, rows)
             if not self._pays(view, riders, followers):
                 return ()
-        self.launch_cap = None if self.costs is None else 2 * (riders + followers) + 64
+        if self.launch_cap is not None:  # a pass with prompts has room for more rows than the one before
+            self.launch_cap = max(2 * (riders + followers) + 64, self.launch_cap * 63 // 64)
         self._followers = {n for n in self._followers if n >= view.next_number - 256}
         if followers:
             self._followers.add(view.next_number + (1 if riders else 0))

@@ -55,7 +55,8 @@ class TierView:
 
 class PassView(NamedTuple):
     """Before a pass. Rows and keys are those of all requests that decode; ``tokens`` counts what was made so far (a CPU
-    row that advanced one layer counts 1/L); ``cpu_factor`` is measured over priced time of CPU attention so far."""
+    row that advanced one layer counts 1/L); ``cpu_factor`` is measured over priced time of CPU attention so far;
+    ``waiting`` counts requests that wait for admission."""
 
     number: int
     now_ns: int
@@ -66,6 +67,7 @@ class PassView(NamedTuple):
     prefill_tokens: int
     tokens: float
     cpu_factor: float
+    waiting: int = 0
 
 
 class LaunchView(NamedTuple):
@@ -73,7 +75,7 @@ class LaunchView(NamedTuple):
 
     ``idle_keys`` are the keys that each idle row attends to, oldest request first; ``gpu_keys`` those of the decode
     rows of the pass together; ``prefill`` its prompt chunks as (tokens, keys). Cohorts launched get the numbers from
-    ``next_number`` on.
+    ``next_number`` on; ``flying`` are those in flight as (number, rows).
     """
 
     idle_rows: int
@@ -83,13 +85,18 @@ class LaunchView(NamedTuple):
     gpu_keys: int = 0
     prefill: tuple[tuple[int, int], ...] = ()
     next_number: int = 0
+    flying: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def flying_rows(self) -> int:
+        return sum(rows for _, rows in self.flying)
 
 
 class CohortView(NamedTuple):
     """A cohort that stands at ``layer``. ``same_pass``: its attention was submitted during the current pass.
 
     ``keys`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back (0 where
-    the policy has no cost model).
+    the policy does not ask for forecasts).
     """
 
     number: int
@@ -107,7 +114,7 @@ class LayerView(NamedTuple):
 
     ``gpu_keys`` are the keys of the pass's decode rows, ``tokens`` the rows of the linear stage that comes (ask) or
     runs (detour), prompt tokens included; ``gpu_free_ns`` and ``cpu_free_ns`` are when GPU and CPU are predicted to
-    have done all they were given (0 where the policy has no cost model).
+    have done all they were given (0 where the policy does not ask for forecasts).
     """
 
     layer: int
@@ -133,7 +140,11 @@ class Policy:
     priority : class of its ops on the cpu.attention lane
     detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
     launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
-    costs : cost model of the policies that predict; the executor then fills the predicted times of the views
+    swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
+        new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
+        of computing it again later (None: no moves; also none where the stages cannot move K,V)
+    costs : cost model of the policies that have one
+    forecasts : the executor fills the predicted times of the views, by ``costs``
     """
 
     name = "base"
@@ -141,6 +152,8 @@ class Policy:
     priority = SKIPPED
     detours_wait = False
     launch_cap: int | None = None
+    forecasts = False
+    swap_in_below: float | None = None
     costs: Costs | None = None
 
     def __init__(self, cpu_fraction: float | None = None) -> None:

@@ -8,11 +8,20 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
 
 
+def shares(idle: int, rows: int, cohorts: int, free: int) -> tuple[int, ...]:
+    """Sizes of at most ``free`` cohorts made of ``idle`` rows, each as large as ``rows`` split into ``cohorts``."""
+    each = max(1, -(-rows // cohorts))
+    return tuple(min(each, idle - at) for at in range(0, idle, each))[:free]
+
+
 class GpuOnly(Policy):
     """Everything on the GPU; what does not fit waits in the queue."""
 
     name = "gpu_only"
     tiers = (GPU_TIER,)
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        return ()
 
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         raise InputError("policy 'gpu_only' was asked about a cohort of CPU rows")
@@ -107,20 +116,43 @@ class AsyncOverlap(Policy):
     same_pass : bool
         Also join a cohort whose attention was submitted during this very pass, when it is ready already. Off, a cohort
         advances one layer per pass, as in the closed form of docs/crossover.md.
+    equal : bool
+        Split the CPU rows into ``max_cohorts`` equal cohorts, instead of launching all that are idle as one.
+    max_rows : int, optional
+        CPU rows in flight at most.
     """
 
     name = "async_overlap"
     priority = SKIPPED
 
-    def __init__(self, cpu_fraction: float | None = None, max_cohorts: int = 4, same_pass: bool = True) -> None:
+    def __init__(
+        self,
+        cpu_fraction: float | None = None,
+        max_cohorts: int = 4,
+        same_pass: bool = True,
+        equal: bool = False,
+        max_rows: int | None = None,
+    ) -> None:
         super().__init__(cpu_fraction)
         if max_cohorts < 1:
             raise InputError(f"max_cohorts must be at least 1, got {max_cohorts}")
+        if max_rows is not None and max_rows < 1:
+            raise InputError(f"max_rows must be at least 1, got {max_rows}")
+        self.max_rows = max_rows
         self.max_cohorts = max_cohorts
         self.same_pass = same_pass
+        self.equal = equal
 
     def launch(self, view: LaunchView) -> tuple[int, ...]:
-        return super().launch(view) if view.cohorts < self.max_cohorts else ()
+        idle = view.idle_rows
+        if self.max_rows is not None:
+            idle = min(idle, max(0, self.max_rows - view.flying_rows))
+        free = self.max_cohorts - view.cohorts
+        if free < 1 or idle < 1:
+            return ()
+        if not self.equal:
+            return (idle,)
+        return shares(idle, idle + view.flying_rows, self.max_cohorts, free)
 
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         may_join = cohort.ready and (self.same_pass or not cohort.same_pass)

@@ -8,22 +8,25 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
+from hybridattn.policies.adaptive import Adaptive, Auto, Predict
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 
 POLICIES: dict[str, type[Policy]] = {
-    p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric)
+    p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric, Adaptive, Auto)
 }
 
 
-def make_policy(policy: str | Policy, costs: Costs | None = None, **options: Any) -> Policy:
+def make_policy(
+    policy: str | Policy, costs: Costs | None = None, predict: Predict | None = None, **options: Any
+) -> Policy:
     """A policy from its name, from ``package.module:Class``, or as it is.
 
     Parameters
     ----------
-    costs : Costs, optional
-        The cost model; given to the policies that have such an option, ignored by the others.
+    costs, predict : optional
+        The cost model, and a way to try layouts on it; given to the policies that use them, ignored by the others.
 
     Raises
     ------
@@ -37,8 +40,8 @@ def make_policy(policy: str | Policy, costs: Costs | None = None, **options: Any
     for option in options:
         if option not in known:
             raise InputError(f"policy '{policy}' has no option '{option}'; it has {', '.join(known) or 'none'}")
-    if costs is not None and "costs" in known:
-        options["costs"] = costs
+    given = {"costs": costs, "predict": predict}
+    options |= {name: value for name, value in given.items() if value is not None and name in known}
     return cls(**options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import HybridAttnError, InputError, StallError
@@ -14,7 +15,7 @@ from hybridattn.policies.base import PassView, Policy
 from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.executor import Executor
 from hybridattn.runtime.request import DeclaredTokens, Request
-from hybridattn.runtime.scheduler import Scheduler
+from hybridattn.runtime.scheduler import Move, Scheduler
 from hybridattn.runtime.stopping import stop_reason
 
 
@@ -46,7 +47,7 @@ class Engine:
         self.device = device
         self.config = config
         self.broken: HybridAttnError | None = None
-        self.scheduler = Scheduler(config, policy, self._ended)
+        self.scheduler = Scheduler(config, policy, self._ended, can_move=hasattr(stages, "move"))
         self.executor = Executor(
             stages,
             device,
@@ -159,6 +160,8 @@ class Engine:
         while self._arrivals and self._arrivals[0][0] <= now_ns:
             self.scheduler.add(heapq.heappop(self._arrivals)[2])
         plan = self.scheduler.schedule(now_ns)
+        for move in plan.moves:
+            self._begin(move)
         if plan.batch is None and not plan.idle and not self.executor.cohorts:
             self._idle()
             return []
@@ -169,6 +172,13 @@ class Engine:
         if plan.batch is not None:
             self.scheduler.passed(plan.batch)
         return [self._accept(s) for s in sampled]
+
+    def _begin(self, move: Move) -> None:
+        done = partial(self._moved, move)
+        self.executor.move(move.request, move.source, move.tokens, done)
+
+    def _moved(self, move: Move) -> None:
+        self.scheduler.moved(move, self.device.now_ns())
 
     def _repeat(self, batch: Batch) -> bool:
         """Passes that are certain to hold exactly these rows, as one priced step each (simulator only).
@@ -204,6 +214,7 @@ class Engine:
             prefill_tokens=batch.prefill_tokens if batch is not None else 0,
             tokens=self.executor.tokens,
             cpu_factor=self.executor.forecast.cpu_factor if self.executor.forecast is not None else 1.0,
+            waiting=len(self.scheduler.waiting),
         )
 
     def run(self) -> None:
@@ -212,7 +223,9 @@ class Engine:
             self.step()
 
     def _idle(self) -> None:
-        if self._arrivals:
+        if self.executor.moving:
+            self.executor.settle()
+        elif self._arrivals:
             self.device.sleep_until_ns(self._arrivals[0][0])
         elif self.scheduler.unfinished:
             stuck = (self.scheduler.running + self.scheduler.waiting)[0]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.errors import StallError
 from hybridattn.core.records import PassRecord
-from hybridattn.core.stages import Batch, Cohort, CpuRow, Sampled, Segment, Stages
+from hybridattn.core.stages import GPU_TIER, Batch, Cohort, CpuRow, Sampled, Segment, Stages
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request, State
@@ -49,7 +49,7 @@ class Executor:
         self.on_pass: Callable[[PassRecord], None] | None = self.passes.append
         self.pass_number = 0
         self.tokens = 0.0  # made so far; a CPU row that advanced one layer counts 1 / num_layers
-        self.forecast = Forecast(policy.costs) if policy.costs is not None else None
+        self.forecast = Forecast(policy.costs) if policy.forecasts and policy.costs is not None else None
         self._slots = SlotRanges(max_rows)
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
@@ -59,6 +59,7 @@ class Executor:
         self._standing: dict[int, list[Cohort]] = {}  # cohorts by the layer at which they stand
         self._keys: dict[int, int] = {}  # cohort number -> keys of its rows
         self._last_down: Ticket | None = None  # newest op of gpu.d2h: the lane is in order
+        self._moving: list[tuple[Ticket, Callable[[], None]]] = []
         self._number = 0
         self._tally = Tally()
         self._batch_keys = self._batch_tokens = 0
@@ -66,6 +67,34 @@ class Executor:
         self._stretch = getattr(device, "stretch", None) if getattr(device, "resolves", False) else None
 
     # -- passes ------------------------------------------------------------------------------------------------------
+
+    def move(self, request: Request, source: str, tokens: int, done: Callable[[], None]) -> None:
+        """K,V of ``tokens`` tokens of a request goes from tier ``source`` to the other; ``done`` is called at the end
+        of the first pass after which it has arrived."""
+        after = () if self._last_down is None else (self._last_down,)
+        ticket = self.device.submit(self.stages.move(request, source, tokens), after)  # type: ignore[attr-defined]
+        if source == GPU_TIER:
+            self._last_down = ticket
+        self._moving.append((ticket, done))
+
+    @property
+    def moving(self) -> bool:
+        """K,V of some request is on its way between the tiers."""
+        return bool(self._moving)
+
+    def settle(self) -> None:
+        """Report the moves that are through; with nothing else under way, wait for the first."""
+        if self._moving and not self.cohorts:
+            self.device.wait_any([t for t, _ in self._moving], self._timeout_ns)
+        self._arrive()
+
+    def _arrive(self) -> None:
+        for entry in tuple(self._moving):
+            ticket, done = entry
+            if ticket.done():
+                ticket.wait(0)  # raises its error
+                self._moving.remove(entry)
+                done()
 
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
@@ -88,12 +117,15 @@ class Executor:
         sampled = self._collect()
         self._record(started_ns, batch, cohorts, cpu_rows)
         self.pass_number += 1
+        if self._moving:
+            self._arrive()
         return sampled
 
     @property
     def can_repeat(self) -> bool:
         """Whole passes can be priced as one step: a device that resolves times, launches hidden, nobody in flight."""
-        return self._stretch is not None and not self.cohorts and not self.device.submit_ns  # type: ignore[attr-defined]
+        idle = not self.cohorts and not self._moving
+        return self._stretch is not None and idle and not self.device.submit_ns  # type: ignore[attr-defined]
 
     def repeat(self, batch: Batch, passes: int, until_ns: int | None) -> list[int]:
         """At least one and at most ``passes`` decode passes of the same rows; ends after the first at or past
@@ -387,6 +419,7 @@ class Executor:
             self._batch_keys,
             prefill,
             self._number,
+            tuple([(c.number, len(c.rows)) for c in self.cohorts]),
         )
 
     def _collect(self) -> list[Sampled]:

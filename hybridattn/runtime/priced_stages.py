@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
-from hybridattn.core.stages import Batch, Cohort, Segment
+from hybridattn.core.stages import GPU_TIER, Batch, Cohort, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 
 
@@ -86,6 +86,11 @@ class PricedStages:
     def fetch(self, cohort: Cohort) -> Op:
         work = self._attending[cohort.number][2]
         return Op("fetch out", H2D, work, layer=cohort.layer, requests=cohort.requests)
+
+    def move(self, request: RequestLike, source: str, tokens: int) -> Op:
+        """K,V of a whole request goes from tier ``source`` to the other."""
+        lane = D2H if source == GPU_TIER else H2D
+        return Op("move k,v", lane, self.cost.move_request(tokens), requests=(request.request_id,))
 
     def pull(self, layer: int, segment: Segment) -> Op:
         return Op("pull k,v", H2D, self.cost.hand_down(segment.start), layer=layer)

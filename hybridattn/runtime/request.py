@@ -14,6 +14,7 @@ class State(Enum):
     WAITING = "waiting"  # in the queue, holds no blocks
     PREFILL = "prefill"  # admitted; not all known tokens have their K,V yet
     DECODE = "decode"  # one token at a time
+    MOVING = "moving"  # its K,V is being copied to the other tier: no row of it runs
     LEAVING = "leaving"  # aborted or preempted while its CPU row is in flight: blocks are held until the ticket ends
     FINISHED = "finished"
 

@@ -19,11 +19,25 @@ from hybridattn.runtime.request import Request, State
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A request whose K,V goes to the tier that it now names; ``blocks`` of the other tier are held until then."""
+
+    request: Request
+    blocks: tuple[int, ...]
+    tokens: int
+
+    @property
+    def source(self) -> str:
+        return CPU_TIER if self.request.tier == GPU_TIER else GPU_TIER
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the next pass may do: GPU rows, and CPU rows whose block is reserved and which may be launched."""
 
     batch: Batch | None
     idle: tuple[CpuRow, ...]
+    moves: tuple[Move, ...] = ()
 
 
 class Scheduler:
@@ -33,7 +47,9 @@ class Scheduler:
     the queues hold: prompts under way, GPU rows, and CPU rows that wait for their next token.
     """
 
-    def __init__(self, config: EngineConfig, policy: Policy, on_end: Callable[[Request], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, policy: Policy, on_end: Callable[[Request], None], can_move: bool = False
+    ) -> None:
         self.config = config
         self.policy = policy
         self.pools = {
@@ -47,6 +63,8 @@ class Scheduler:
         self._decoding: list[Request] = []  # on the GPU tier
         self._idle: list[Request] = []  # on the CPU tier; those launched since the last pass are still in it
         self._page = config.page_size
+        self._swaps = can_move and policy.swap_in_below is not None
+        self._moves: list[Move] = []  # begun by this pass
 
     @property
     def unfinished(self) -> int:
@@ -122,6 +140,9 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> Plan:
         """Reserve blocks and choose the rows of the next pass."""
+        self._moves = []
+        if self._swaps and self._idle:
+            self._swap_in()
         decodes = [
             Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False)
             for r in tuple(self._decoding)
@@ -129,7 +150,45 @@ class Scheduler:
         ]
         idle = self._idle_rows() if self._idle else ()
         segments = decodes + self._prefills(self.config.max_num_batched_tokens - len(decodes), now_ns)
-        return Plan(Batch(tuple(segments)) if segments else None, idle)
+        return Plan(Batch(tuple(segments)) if segments else None, idle, tuple(self._moves))
+
+    def _swap_in(self) -> None:
+        """Requests of the CPU tier move up while the GPU tier has room, the oldest first."""
+        pool, share = self.pools[GPU_TIER], self.policy.swap_in_below
+        assert share is not None
+        for request in tuple(self._idle):
+            need = blocks_for(request.num_tokens, self._page)
+            if pool.num_blocks - pool.num_free + need > share * pool.num_blocks:
+                return
+            if request.state is State.DECODE and not request.in_flight:
+                self._move(request, GPU_TIER)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Move a GPU request down instead of preempting it; False when the CPU tier has no room for it either."""
+        free = self.pools[CPU_TIER].num_free
+        if not self._swaps or request.state is not State.DECODE or blocks_for(request.num_tokens, self._page) > free:
+            return False
+        self._move(request, CPU_TIER)
+        return True
+
+    def _move(self, request: Request, tier: str) -> None:
+        _discard(self._decoding if request.tier == GPU_TIER else self._idle, request)
+        self._moves.append(Move(request, tuple(request.blocks), request.num_computed))
+        request.tier = tier
+        request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self._page))
+        request.state = State.MOVING
+        request.in_flight = True
+
+    def moved(self, move: Move, now_ns: int) -> None:
+        """The K,V of a moving request has arrived."""
+        request = move.request
+        self.pools[move.source].free(list(move.blocks))
+        if request.state is State.LEAVING:
+            self.released(request, now_ns)
+            return
+        request.in_flight = False
+        request.state = State.DECODE
+        insort(self._decoding if request.tier == GPU_TIER else self._idle, request, key=_arrival)
 
     def _idle_rows(self) -> tuple[CpuRow, ...]:
         """CPU rows that may be launched, oldest request first, as many as the policy wants to see."""
@@ -208,7 +267,11 @@ class Scheduler:
                 continue
             if any(r.state is State.LEAVING and r.tier == request.tier for r in self.running):
                 return False  # blocks are on their way back
+            if any(m.source == request.tier for m in self._moves):
+                return False  # as above, once a move is through
             victim = max((r for r in self.running if r.tier == request.tier and r.blocks), key=_arrival)
+            if request.tier == GPU_TIER and self._swap_out(victim):
+                return False
             self.preempt(victim)
             if victim is request:
                 return False

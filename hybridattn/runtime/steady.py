@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridattn.core.device import Device
-from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.pricing import Pricing
 from hybridattn.policies.base import PassView, Policy
+from hybridattn.policies.load import Load
 from hybridattn.runtime.executor import Executor
 from hybridattn.runtime.priced_stages import PricedStages
 from hybridattn.runtime.request import DeclaredTokens, Request, State
@@ -24,28 +24,11 @@ _TIMEOUT_NS = 10**13
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What decodes: rows on each tier, keys per row, and prompt tokens to prefill per token generated (0: none)."""
-
-    gpu_rows: int
-    cpu_rows: int
-    context: int
-    prompt_per_token: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.gpu_rows < 0 or self.cpu_rows < 0 or self.gpu_rows + self.cpu_rows < 1 or self.context < 1:
-            raise InputError(
-                f"load of {self.gpu_rows} GPU rows and {self.cpu_rows} CPU rows with {self.context} keys each"
-            )
-        if self.prompt_per_token < 0:
-            raise InputError(f"prompt_per_token must not be negative, got {self.prompt_per_token}")
-
-
-@dataclass(frozen=True, slots=True)
 class Steady:
     """Decode rates and times per output token. A TPOT is None where no row of the tier made a token.
 
-    ``cpu_tpot_ns`` is rows over rate (Little's law), so that rows that wait for their turn count.
+    ``cpu_tpot_ns`` is rows over rate (Little's law) of the rows that took part, so that those which wait for their turn
+    in between count, and those which the policy never admits do not.
     """
 
     tokens_per_s: float
@@ -78,7 +61,7 @@ class SteadyRun:
         )
         self.executor.on_pass = None
         self.gpu_tokens = 0
-        self.prefilled = 0
+        self._taking_part: set[int] = set()
         self._plans = type(policy).begin is not Policy.begin
         self._decodes = tuple(
             Segment(_request(i, GPU_TIER), GPU_TIER, load.context - 1, 1, samples=True, prefill=False)
@@ -101,8 +84,10 @@ class SteadyRun:
         idle = tuple([self._rows[i] for i in (self._idle if cap is None else self._idle[:cap])])
         batch = self._next_batch()
         sampled = executor.run(batch, idle, self._view(batch) if self._plans else None)
-        free = {token.request.index for token in sampled if token.request.tier == CPU_TIER}  # type: ignore[attr-defined]
+        returned = {t.request.index for t in sampled if t.request.tier == CPU_TIER}  # type: ignore[attr-defined]
+        free = returned.copy()
         free.update(i for i in self._idle if not self._rows[i].request.in_flight)  # type: ignore[attr-defined]
+        self._taking_part.update(set(self._idle).difference(i for i in free if i not in returned), returned)
         self._idle = sorted(free)  # the oldest first, as a scheduler would
         self.gpu_tokens += self.load.gpu_rows
         made = executor.tokens - before
@@ -114,7 +99,6 @@ class SteadyRun:
         if self._owed[tier] < CHUNK:
             return self._batch
         self._owed[tier] -= CHUNK
-        self.prefilled += CHUNK
         prompt = Segment(_request(0, tier), tier, 0, CHUNK, samples=False, prefill=True)
         return Batch((*self._decodes, prompt))
 
@@ -149,7 +133,7 @@ class SteadyRun:
             gpu_tokens_per_s=gpu / took_ns * 1e9,
             cpu_tokens_per_s=cpu / took_ns * 1e9,
             gpu_tpot_ns=took_ns / passes if gpu else None,
-            cpu_tpot_ns=self.load.cpu_rows * took_ns / cpu if cpu > 1e-9 else None,
+            cpu_tpot_ns=len(self._taking_part) * took_ns / cpu if cpu > 1e-9 else None,
             passes=passes,
             duration_ns=took_ns,
         )

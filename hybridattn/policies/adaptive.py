@@ -1,0 +1,240 @@
+"""The adaptive policy: plans a layout by short simulations, serves it by the four verbs, and watches what comes of it.
+
+    begin:  load changed? --> predict every layout --> best that keeps the limits --> its policy decides the verbs
+            every WINDOW passes: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
+
+The fixed policies are among the layouts, and GPU-only always is, so it falls back on them where nothing else pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import CPU_TIER
+from hybridattn.cost.costs import Costs
+from hybridattn.policies.base import (
+    CohortView,
+    LaunchView,
+    LayerView,
+    PassView,
+    Policy,
+    RequestView,
+    TierView,
+    Verb,
+)
+from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, policy_of, rule_layouts
+from hybridattn.policies.load import Limits, Load, Prediction
+
+Predict = Callable[[Load, Layout, Costs, bool], Prediction]
+
+WINDOW = 48  # passes over which the guard measures
+SHORT = 0.95  # of the predicted rate: below it the guard steps in
+PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
+FINALISTS = 6
+MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
+
+
+class Adaptive(Policy):
+    """Layout by planning, verbs by the layout's own policy.
+
+    Parameters
+    ----------
+    costs : Costs
+        Cost model; a misjudged CPU is put right by what the executor measures.
+    predict : callable ``(load, layout, costs, thorough) -> Prediction``
+        A short simulation of a layout (``hybridattn.runtime.predict.by_simulation``).
+    gpu_limit, cpu_limit : float, optional
+        Longest time per output token of GPU and CPU rows, in multiples of the GPU-only one.
+    min_gain : float
+        Predicted gain over GPU-only below which the CPU tier stays unused.
+    guard : bool
+        Compare measured with predicted throughput and fall back.
+    plan_passes : int
+        Passes between the start of a plan and its use: what planning takes, as a stated constant.
+    """
+
+    name = "adaptive"
+    forecasts = True
+
+    def __init__(
+        self,
+        costs: Costs | None = None,
+        predict: Predict | None = None,
+        gpu_limit: float | None = None,
+        cpu_limit: float | None = None,
+        min_gain: float = 1.0,
+        guard: bool = True,
+        plan_passes: int = 0,
+    ) -> None:
+        super().__init__()
+        if costs is None or predict is None:
+            raise InputError(
+                f"policy '{self.name}' needs costs and predict: a cost model and a way to try layouts on it"
+            )
+        self.costs: Costs = costs
+        self.predict = predict
+        self.limits = Limits(gpu_limit, cpu_limit)
+        self.min_gain = min_gain
+        self.guard = guard
+        self.plan_passes = plan_passes
+        self.layout: Layout | None = None
+        self.expected: Prediction | None = None
+        self.plans = 0
+        self._inner: Policy = policy_of(Layout("gpu_only"), costs)
+        self._load: Load | None = None
+        self._next: tuple[int, Layout, Prediction] | None = None  # pass from which on it is used
+        self._discount: dict[Layout, float] = {}
+        self._mark: PassView | None = None  # where the guard's window began
+        self._factor = 1.0
+        self._idle_passes = 0
+        self._prompt_tokens = 0
+        self._cpu_rows = 0
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def begin(self, view: PassView) -> None:
+        self._prompt_tokens += view.prefill_tokens
+        self._cpu_rows = view.cpu_rows
+        if self._next is not None and view.number >= self._next[0]:
+            self._use(self._next[1], self._next[2], view)
+            self._next = None
+        rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
+        if rows and self._next is None:
+            load = self._situation(view, rows)
+            learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
+            if self._load is None or not load.like(self._load):
+                self._discount.clear()
+                self._plan(load, view)
+            elif learnt or (self.guard and self._falls_short(view)):
+                self._plan(load, view)
+        self._inner.begin(view)
+
+    def _situation(self, view: PassView, rows: int) -> Load:
+        keys = view.gpu_keys + view.cpu_keys
+        context = max(1, keys // max(1, view.gpu_rows + view.cpu_rows))
+        per_token = self._prompt_tokens / view.tokens if view.tokens > 4 * (view.gpu_rows + rows) else 0.0
+        return Load(view.gpu_rows, rows, context, round(per_token, 1))
+
+    def _plan(self, load: Load, view: PassView) -> None:
+        self.plans += 1
+        self._load = load
+        self._factor = view.cpu_factor
+        layout, expected = self.choose(load, self.costs.corrected(round(view.cpu_factor, 2)))
+        if self.plan_passes and self.layout is not None:
+            self._next = (view.number + self.plan_passes, layout, expected)
+        else:
+            self._use(layout, expected, view)
+
+    def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
+        """The layout with the highest predicted rate that keeps the limits, and that prediction."""
+        if not load.gpu_rows:
+            layout = Layout("async_overlap", min(2, load.cpu_rows))
+            return layout, self.predict(load, layout, costs, True)
+        alone = Layout("gpu_only")
+        base = self.predict(load, alone, costs, True)
+        rated: list[tuple[float, int, Layout]] = []
+        for i, layout in enumerate(self.candidates(load, costs)):
+            found = self.predict(load, layout, costs, False)
+            if self.limits.kept_by(found, base.gpu_tpot_ns, slack=0.1):
+                rated.append((-found.tokens_per_s * self._discount.get(layout, 1.0), i, layout))
+        best, expected = alone, base
+        rate = base.tokens_per_s * self.min_gain
+        for _, _, layout in sorted(rated)[:FINALISTS]:
+            found = self.predict(load, layout, costs, True)
+            value = found.tokens_per_s * self._discount.get(layout, 1.0)
+            if value > rate and self.limits.kept_by(found, base.gpu_tpot_ns):
+                best, expected, rate = layout, found, value
+        return best, expected
+
+    def candidates(self, load: Load, costs: Costs) -> list[Layout]:
+        """Every layout worth trying: the fixed policies tuned, the local rule; with limits also fewer CPU rows."""
+        sizes = load.gpu_rows, load.cpu_rows, load.context
+        fixed = fixed_layouts(costs, *sizes)[1:]
+        if not self.limits.any:
+            return fixed + rule_layouts(costs, *sizes)
+        found = fixed + rule_layouts(costs, *sizes, stretches=(0.1, 0.2), omegas=(0.0, 0.5))
+        for share in (2, 4):
+            rows = load.cpu_rows // share
+            if rows:
+                found += bounded(rule_layouts(costs, load.gpu_rows, rows, load.context, (0.2,), (0.0, 0.5)), rows)
+        return found
+
+    def _use(self, layout: Layout, expected: Prediction, view: PassView) -> None:
+        self.expected = expected
+        self._mark = view
+        costs = self.costs.corrected(round(self._factor, 2))
+        if layout != self.layout or costs is not self._inner.costs:
+            self.layout = layout
+            self._inner = policy_of(layout, costs)
+            self.detours_wait = self._inner.detours_wait
+            self.launch_cap = self._inner.launch_cap
+
+    def _falls_short(self, view: PassView) -> bool:
+        """The guard: measured against predicted rate of the window that ends now; True asks for a new plan."""
+        mark, expected, layout = self._mark, self.expected, self.layout
+        if mark is None or expected is None or layout is None or layout.kind == "gpu_only":
+            return False
+        if view.number - mark.number < WINDOW or view.now_ns <= mark.now_ns:
+            return False
+        rate = (view.tokens - mark.tokens) / (view.now_ns - mark.now_ns) * 1e9
+        self._mark = view
+        if rate >= SHORT * expected.tokens_per_s:
+            return False
+        self._discount[layout] = rate / expected.tokens_per_s * self._discount.get(layout, 1.0)
+        return True
+
+    # -- placement ---------------------------------------------------------------------------------------------------
+
+    def place(self, request: RequestView, tiers: dict[str, TierView]) -> str | None:
+        tier = super().place(request, tiers)
+        if tier != CPU_TIER or request.blocks_max > tiers["gpu"].total:
+            return tier
+        if self.layout is None or self.layout.kind == "gpu_only":
+            return None  # it waits for the GPU
+        rows = self.layout.max_rows
+        if self.limits.any and rows is not None and self._cpu_rows >= rows:
+            return None
+        self._cpu_rows += 1
+        return tier
+
+    # -- verbs -------------------------------------------------------------------------------------------------------
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        sizes = self._inner.launch(view)
+        self.launch_cap = self._inner.launch_cap
+        self._idle_passes = 0 if sizes or view.cohorts else self._idle_passes + 1
+        if not sizes and self._idle_passes >= PATIENCE_PASSES:
+            self._idle_passes = 0
+            return (view.idle_rows,)
+        return sizes
+
+    def priority_of(self, number: int) -> int:
+        return self._inner.priority_of(number)
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        if self.layout is None or self.layout.kind == "gpu_only":
+            return Verb.JOIN if cohort.ready else Verb.SKIP  # what is still in flight ends in peace
+        return self._inner.ask(cohort, at)
+
+    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
+        return self._inner.patience_ns(cohort, at)
+
+    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+        return self._inner.detour(cohorts, at)
+
+
+class Auto(Adaptive):
+    """Adaptive where CPU help is predicted to gain at least 2 %, GPU-only elsewhere: with ample memory it submits
+    exactly the ops that ``gpu_only`` would."""
+
+    name = "auto"
+
+    def __init__(
+        self,
+        costs: Costs | None = None,
+        predict: Predict | None = None,
+        gpu_limit: float | None = None,
+        cpu_limit: float | None = None,
+    ) -> None:
+        super().__init__(costs, predict, gpu_limit, cpu_limit, min_gain=1.02)

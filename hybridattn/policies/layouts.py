@@ -1,0 +1,107 @@
+"""Layouts: how CPU rows may be grouped and served. What a planner chooses from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridattn.core.errors import InputError
+from hybridattn.cost.costs import Costs
+from hybridattn.policies.asymmetric import Asymmetric
+from hybridattn.policies.base import Policy
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.policies.rule import Rule
+
+KINDS = ("gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strategy with its numbers; those that its kind does not use stay at their defaults.
+
+    Parameters
+    ----------
+    max_rows : int, optional
+        CPU rows that take part at most. The others are not admitted to the CPU tier: they wait in the queue.
+    """
+
+    kind: str
+    cohorts: int = 1
+    omega: float = 0.0
+    stretch: float | None = None
+    waited_rows: int = 0
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"layout kind '{self.kind}' is none of {', '.join(KINDS)}")
+
+    def __str__(self) -> str:
+        parts = [f"k={self.cohorts}"] if self.kind in ("async_overlap", "rule") else []
+        parts += [f"omega={self.omega:g}"] if self.kind == "rule" else []
+        parts += [f"stretch={self.stretch:g}"] if self.stretch is not None else []
+        parts += [f"waited={self.waited_rows}"] if self.waited_rows else []
+        parts += [f"rows<={self.max_rows}"] if self.max_rows is not None else []
+        return f"{self.kind}({', '.join(parts)})" if parts else self.kind
+
+
+def policy_of(layout: Layout, costs: Costs) -> Policy:
+    """The policy that serves a layout."""
+    if layout.kind == "gpu_only":
+        return GpuOnly()
+    if layout.kind == "asymmetric":
+        return Asymmetric(costs, choice="always", max_rows=layout.max_rows)
+    if layout.kind == "sync_offload":
+        return SyncOffload(max_rows=layout.max_rows)
+    if layout.kind == "async_overlap":
+        return AsyncOverlap(max_cohorts=layout.cohorts, equal=True, max_rows=layout.max_rows)
+    return Rule(costs, layout.cohorts, layout.omega, layout.stretch, layout.waited_rows, layout.max_rows)
+
+
+def hidden_rows(costs: Costs, gpu_rows: int, context: int) -> tuple[int, int]:
+    """CPU rows that are back within the GPU's attention of a layer, and within that and half of its linear stage."""
+    attention = costs.attention_ns(gpu_rows, gpu_rows * context)
+    copies = costs.down_ns(1) + costs.up_ns(1)
+    one, many = costs.cpu_ns(1, context), costs.cpu_ns(33, 33 * context)
+    per_row, start = (many - one) / 32, one - (many - one) / 32
+    found = [
+        int((window - copies - start) / per_row) for window in (attention, attention + costs.linear_ns(gpu_rows) // 2)
+    ]
+    return max(0, found[0]), max(0, found[1])
+
+
+def fixed_layouts(costs: Costs, gpu_rows: int, cpu_rows: int, context: int) -> list[Layout]:
+    """The fixed policies with their numbers tuned: GPU-only, NEO's pipeline, overlap by cohorts, bounded offload."""
+    found = [Layout("gpu_only"), Layout("asymmetric")]
+    found += [Layout("async_overlap", k) for k in (1, 2, 4, 8) if k <= cpu_rows]
+    bounds = {n for n in (*hidden_rows(costs, gpu_rows, context), cpu_rows) if 0 < n <= cpu_rows}
+    return found + [Layout("sync_offload", max_rows=n) for n in sorted(bounds)]
+
+
+def rule_layouts(
+    costs: Costs,
+    gpu_rows: int,
+    cpu_rows: int,
+    context: int,
+    stretches: tuple[float | None, ...] = (None,),
+    omegas: tuple[float, ...] = (0.0, 0.5, 1.0),
+) -> list[Layout]:
+    """The local rule over few cohorts, and over slow cohorts beside one that is always waited for."""
+    found = [
+        Layout("rule", k, omega, stretch)
+        for k in (1, 2, 3, 4, 8)
+        if k <= cpu_rows
+        for omega in omegas
+        for stretch in stretches
+    ]
+    for waited in sorted({n for n in hidden_rows(costs, gpu_rows, context) if 0 < n < cpu_rows}):
+        found += [Layout("rule", k, 0.5, s, waited) for k in (1, 2, 4) for s in stretches]
+    return found
+
+
+def bounded(layouts: list[Layout], rows: int) -> list[Layout]:
+    """The same layouts with at most ``rows`` CPU rows."""
+    return [
+        Layout(a.kind, a.cohorts, a.omega, a.stretch, min(a.waited_rows, rows), min(a.max_rows or rows, rows))
+        for a in layouts
+        if a.kind != "gpu_only"
+    ]

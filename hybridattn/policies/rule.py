@@ -1,0 +1,159 @@
+"""The local rule: per cohort and layer, the verb whose gain in tokens exceeds what its GPU time is worth.
+
+    lambda = B_G / P          tokens that a nanosecond of the GPU makes without CPU rows
+    b, J, tau                 rows of a cohort, its CPU time at one layer, its linear time alone
+    r                         how much later than the GPU's attention the cohort is back (copy up included)
+
+    WAIT    where the CPU would starve, r is shorter than a detour, and   net b / L > margin lambda r
+    DETOUR  where the CPU runs dry, and   net (omega J + (1 - omega) idle) / (c L) > margin lambda tau
+
+``idle`` is CPU time that would be lost until the next cohort feeds it, c = J / b, and ``net`` the part of a token's
+worth that is left after the prefill that every token costs. Everything that is waited or detoured for in a pass stays
+within ``stretch`` of the pass without CPU rows, which is the limit on the time per token of GPU rows.
+"""
+
+from __future__ import annotations
+
+from hybridattn.core.op import SKIPPED, WAITED
+from hybridattn.cost.costs import Costs
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
+from hybridattn.policies.fixed import shares
+
+MARGIN = 0.8
+_SLACK_NS = 20_000  # a wait is given this much beyond the prediction, and a quarter of it
+
+
+class Rule(Policy):
+    """Join, skip, wait, detour by the rule above.
+
+    Parameters
+    ----------
+    costs : Costs
+    cohorts : int
+        Equal cohorts that share the CPU rows.
+    omega : float
+        How much CPU work counts that would be done later anyway: 0 detours only where the CPU would idle, 1 always
+        counts all of it.
+    stretch : float, optional
+        Budget for waits and detours per pass, as a share of the pass without CPU rows; None: no limit.
+    waited_rows : int
+        Rows of one more cohort that goes first and is always waited for, so that it makes a token in every pass.
+    max_rows : int, optional
+        CPU rows in flight at most.
+    """
+
+    name = "rule"
+    forecasts = True
+
+    def __init__(
+        self,
+        costs: Costs,
+        cohorts: int = 2,
+        omega: float = 0.5,
+        stretch: float | None = None,
+        waited_rows: int = 0,
+        max_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.costs: Costs = costs
+        self.cohorts = cohorts
+        self.omega = omega
+        self.stretch = stretch
+        self.waited_rows = waited_rows
+        self.max_rows = max_rows
+        self._waited = -1  # number of the cohort that is always waited for
+        self._rows = 0
+        self._lambda = 0.0
+        self._net = 1.0
+        self._pass_ns = 0
+        self._budget_ns = 0.0
+        self._prompt_tokens = 0
+
+    # -- per pass ----------------------------------------------------------------------------------------------------
+
+    def begin(self, view: PassView) -> None:
+        costs = self.costs
+        self._prompt_tokens += view.prefill_tokens
+        self._rows = min(view.cpu_rows, self.max_rows or view.cpu_rows)
+        self._pass_ns = costs.pass_ns(view.gpu_rows, view.gpu_keys) if view.gpu_rows else 0
+        prefill_ns = self._prefill_ns(view) * self._prompt_tokens / view.tokens if view.tokens > 0 else 0.0
+        busy_ns = self._pass_ns + view.gpu_rows * prefill_ns
+        self._lambda = view.gpu_rows / busy_ns if busy_ns else 0.0
+        self._net = max(0.0, 1 - MARGIN * self._lambda * prefill_ns)
+        self._budget_ns = float("inf") if self.stretch is None else self.stretch * self._pass_ns
+
+    def _prefill_ns(self, view: PassView) -> float:
+        """GPU time of one prompt token in a chunk of 512 beside the rows of the pass."""
+        more = self.costs.linear_ns(view.gpu_rows + 512) - self.costs.linear_ns(view.gpu_rows)
+        return self.costs.num_layers * more / 512
+
+    def launch(self, view: LaunchView) -> tuple[int, ...]:
+        idle = min(view.idle_rows, self._rows - view.flying_rows)
+        if idle < 1:
+            return ()
+        sizes: tuple[int, ...] = ()
+        slow = [(n, rows) for n, rows in view.flying if n != self._waited]
+        if self.waited_rows and len(slow) == view.cohorts:
+            sizes = (min(self.waited_rows, idle),)
+            self._waited = view.next_number
+            idle -= sizes[0]
+        rows = max(0, self._rows - self.waited_rows)
+        return (*sizes, *shares(idle, rows, self.cohorts, max(0, self.cohorts - len(slow))))
+
+    def priority_of(self, number: int) -> int:
+        return WAITED if number == self._waited else SKIPPED
+
+    # -- per cohort and layer ----------------------------------------------------------------------------------------
+
+    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+        if cohort.ready:
+            return Verb.JOIN
+        costs = self.costs
+        late_ns = cohort.return_ns + costs.up_ns(cohort.rows) - at.gpu_free_ns
+        if late_ns <= 0 or cohort.number == self._waited:
+            return Verb.WAIT  # the GPU's own attention takes as long, or the layout says so
+        tau = costs.linear_ns(cohort.rows)
+        starves = at.cpu_free_ns - cohort.return_ns < tau + costs.down_ns(cohort.rows)
+        if late_ns < min(tau, self._budget_ns) and starves:
+            if self._net * cohort.rows / at.num_layers > MARGIN * self._lambda * late_ns:
+                self._budget_ns -= late_ns
+                return Verb.WAIT
+        return Verb.SKIP
+
+    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
+        if cohort.number == self._waited:
+            return None
+        return max(0, cohort.return_ns - at.now_ns) * 5 // 4 + _SLACK_NS
+
+    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+        costs, now_ns = self.costs, at.gpu_free_ns
+        backlog = max(0, at.cpu_free_ns - now_ns)
+        layer_ns = costs.linear_ns(at.tokens) + costs.attention_ns(at.gpu_rows, at.gpu_keys)
+        if backlog >= 2 * layer_ns:
+            return None
+        feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
+        best, chosen = 0.0, None
+        for c in cohorts:
+            if not c.ready or c.layer == at.layer + 1:
+                continue
+            last = c.layer == at.num_layers - 1
+            tau = costs.last_ns(c.rows) if last else costs.linear_ns(c.rows)
+            if tau > self._budget_ns:
+                continue
+            job = costs.cpu_ns(c.rows, c.keys)
+            idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(c.rows)), 0), job)
+            worth = self.omega + (1 - self.omega) * idle / job if job else self.omega
+            gain = self._net * worth * c.rows / at.num_layers - MARGIN * self._lambda * tau
+            if gain > best:
+                best, chosen = gain, c
+        if chosen is None:
+            return None
+        last = chosen.layer == at.num_layers - 1
+        self._budget_ns -= costs.last_ns(chosen.rows) if last else costs.linear_ns(chosen.rows)
+        return chosen.number
+
+
+def _until_fed(cohort: CohortView, at: LayerView, now_ns: int, layer_ns: int) -> int:
+    """Time until the cohort has returned and the GPU comes by its layer."""
+    away = (cohort.layer - at.layer - 1) % at.num_layers
+    return max(cohort.return_ns - now_ns, away * layer_ns)
