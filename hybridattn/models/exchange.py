@@ -1,12 +1,16 @@
 """Slabs that CPU rows live in between layers: residuals on the GPU side, q, k, v and outputs on both sides.
 
-A cohort owns one contiguous range of slots from its launch to its end, so each of its copies is one contiguous run:
+A cohort owns one contiguous range of slots from its launch to its end, so each of its copies is one contiguous run. The
+host side has two halves that layers take in turn: while the copy of one layer lies ready in one, the other still
+belongs to whoever reads the layer before.
 
-    GPU side   residual | q k v | out          q k v --d2h--> q k v
-    host side             q k v | out            out <--h2d-- out
+    GPU side   residual | q k v | out              q k v --d2h--> q k v of half l % 2
+    host side  2 x (q k v | out)                     out <--h2d-- out   of half l % 2
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -14,33 +18,62 @@ from hybridattn.core.device import Device
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 
+HALVES = 2
+
 
 class Rows:
-    """q, k, v and attention output of ``capacity`` rows: ``[capacity, heads, head_dim]`` each."""
+    """q, k, v ``[capacity, heads, head_dim]``, side by side in each row, and attention output of ``capacity`` rows."""
 
-    def __init__(self, shape: ModelShape, capacity: int, dtype: torch.dtype) -> None:
-        q_size = (capacity, shape.num_q_heads, shape.head_dim)
-        kv_size = (capacity, shape.num_kv_heads, shape.head_dim)
-        self.q, self.out = torch.zeros(q_size, dtype=dtype), torch.zeros(q_size, dtype=dtype)
-        self.k, self.v = torch.zeros(kv_size, dtype=dtype), torch.zeros(kv_size, dtype=dtype)
+    def __init__(self, shape: ModelShape, capacity: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        heads, kv_heads = shape.num_q_heads, shape.num_kv_heads
+        self.qkv = torch.zeros(capacity, heads + 2 * kv_heads, shape.head_dim, dtype=dtype, device=device)
+        self.q, self.k, self.v = self.qkv.split((heads, kv_heads, kv_heads), dim=1)
+        self.out = torch.zeros(capacity, heads, shape.head_dim, dtype=dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.q, self.out, self.k, self.v))
+        return self.qkv.nbytes + self.out.nbytes
 
 
 class Exchange:
-    """The slabs of ``capacity`` CPU rows, and the staging area of chunked CPU-tier prefills.
+    """The slabs of ``capacity`` CPU rows.
 
-    ``staging`` holds one layer's K and V of ``max_model_len`` tokens, ``[2, max_model_len, num_kv_heads, head_dim]``.
+    Parameters
+    ----------
+    torch_device : str
+        Where the GPU side lives.
+    pin : callable, optional
+        Called with each host-side tensor, to page-lock it.
     """
 
     def __init__(
-        self, device: Device, shape: ModelShape, capacity: int, max_model_len: int, dtype: torch.dtype
+        self,
+        device: Device,
+        shape: ModelShape,
+        capacity: int,
+        dtype: torch.dtype,
+        torch_device: str = "cpu",
+        pin: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self.residual = torch.zeros(capacity, shape.hidden_size, dtype=dtype)
-        self.gpu, self.host = Rows(shape, capacity, dtype), Rows(shape, capacity, dtype)
-        self.staging = torch.zeros(2, max_model_len, shape.num_kv_heads, shape.head_dim, dtype=dtype)
-        on_gpu = self.residual.nbytes + self.gpu.num_bytes + self.staging.nbytes
-        device.reserve(GPU_TIER, on_gpu, f"residual and exchange slabs of {capacity} rows with their staging area")
-        device.reserve(CPU_TIER, self.host.num_bytes, f"exchange slabs of {capacity} rows")
+        self.residual = torch.zeros(capacity, shape.hidden_size, dtype=dtype, device=torch_device)
+        self.gpu = Rows(shape, capacity, dtype, torch_device)
+        self._host = tuple(Rows(shape, capacity, dtype) for _ in range(HALVES))
+        on_gpu = self.residual.nbytes + self.gpu.num_bytes
+        device.reserve(GPU_TIER, on_gpu, f"residual and exchange slabs of {capacity} rows")
+        on_host = sum(h.num_bytes for h in self._host)
+        device.reserve(CPU_TIER, on_host, f"exchange slabs of {capacity} rows")
+        for half in self._host if pin is not None else ():
+            pin(half.qkv)  # type: ignore[misc]
+            pin(half.out)  # type: ignore[misc]
+
+    def host(self, layer: int) -> Rows:
+        """The host side that belongs to ``layer``."""
+        return self._host[layer % HALVES]
+
+    def send(self, layer: int, where: slice) -> None:
+        """q, k, v of the slots go down."""
+        self.host(layer).qkv[where].copy_(self.gpu.qkv[where], non_blocking=True)
+
+    def fetch(self, layer: int, where: slice) -> None:
+        """The attention output of the slots goes up."""
+        self.gpu.out[where].copy_(self.host(layer).out[where], non_blocking=True)

@@ -1,4 +1,4 @@
-"""The stages of a real model on the host device: ops that compute with torch and the CPU kernels.
+"""The stages of a real model: ops that compute with torch and the kernels of the device's GPU tier.
 
 One CPU row through a layer: ``linear`` leaves its q, k, v in the GPU-side slab, ``send`` copies them down,
 ``cpu_attention`` appends k, v to the CPU pages and attends (one native job, no interpreter), ``fetch`` copies the
@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from cpu_kernels import append_kv, gather_kv, plan_decode
+from cpu_kernels import plan_decode
 from hybridattn.core.device import Device
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, RequestLike, Segment
+from hybridattn.core.stages import Batch, Cohort, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
-from hybridattn.kv.storage import open_pages
 from hybridattn.kv.tables import block_table, slots
-from hybridattn.models.decoder import Decoder
-from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows
+from hybridattn.models.gpu_tier import open_tier
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow, sample
 from hybridattn.runtime.config import EngineConfig
@@ -48,7 +46,7 @@ class TorchStages:
     ----------
     model : LoadedModel
     device : Device
-        Books the memory; must run closures (host, or sim with ``execute=True``).
+        Books the memory and says which GPU tier; must run closures (host, cuda, or sim with ``execute=True``).
     config : EngineConfig
     kv_dtype : str
         Of the pages of both tiers.
@@ -63,12 +61,10 @@ class TorchStages:
         self.num_layers = shape.num_layers
         self.config = config
         self.model_config = model.config
-        self.decoder = Decoder(model.config, model.weights, config.max_model_len)
         self.cost = ModelCost(shape, DTYPE_NAMES[model.weights.dtype], kv_dtype)
         self.sm_scale = shape.head_dim**-0.5
-        blocks = {GPU_TIER: config.gpu_kv_blocks, CPU_TIER: config.cpu_kv_blocks}
-        self.pages = open_pages(device, shape, kv_dtype, config.page_size, blocks)
-        self.exchange = Exchange(device, shape, config.max_num_seqs, config.max_model_len, model.weights.dtype)
+        self.tier = open_tier(model, device, config, kv_dtype, self.sm_scale)
+        self.decoder, self.exchange = self.tier.decoder, self.tier.exchange
         self._backend = backend
         self._plans: dict[int, CohortPlan] = {}
         self._rows: GpuRows | None = None
@@ -78,13 +74,13 @@ class TorchStages:
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
-        self._rows = GpuRows(batch, self.pages[GPU_TIER], self.model_config, self.config.page_size, self.sm_scale)
+        self._rows = self.tier.rows(batch)
         self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
 
     def launch(self, cohort: Cohort) -> None:
-        tokens = torch.tensor([r.request.token_ids[r.position] for r in cohort.rows])
-        positions = torch.tensor([r.position for r in cohort.rows])
+        tokens = self.tier.place(np.array([r.request.token_ids[r.position] for r in cohort.rows], np.int64))
+        positions = self.tier.place(np.array([r.position for r in cohort.rows], np.int64))
         sample_rows = [self._sample_row(r.request) for r in cohort.rows]
         self._plans[cohort.number] = CohortPlan(tokens, positions, sample_rows)
         self.replan(cohort)
@@ -100,7 +96,7 @@ class TorchStages:
         )
         self._plans[cohort.number].attention = {
             window: plan_decode(
-                self.pages[CPU_TIER], table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
+                self.tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
                 window_left=-1 if window is None else window - 1, slot_mapping=mapping, backend=self._backend,
             )
             for window in set(self.model_config.layer_windows)
@@ -112,11 +108,9 @@ class TorchStages:
     # -- gpu.compute -------------------------------------------------------------------------------------------------
 
     def attention(self, layer: int, batch: Batch) -> Op:
-        rows, staging = self._gpu_rows(), self.exchange.staging
+        rows = self._gpu_rows()
         requests = tuple(s.request.request_id for s in batch.segments)
-        return Op(
-            "attention", GPU, self._attention_work, lambda: rows.attend(layer, staging), layer=layer, requests=requests
-        )
+        return Op("attention", GPU, self._attention_work, lambda: rows.attend(layer), layer=layer, requests=requests)
 
     def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
         rows = self._gpu_rows() if batch is not None else None
@@ -144,12 +138,12 @@ class TorchStages:
 
     def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]], keep: bool) -> None:
         """post(layer) and pre(layer + 1) of all rows present in one go, then each row's results to their place."""
-        if layer < 0:
-            x = self.decoder.embed(self._gather(rows, parts, lambda r: r.tokens, lambda _, p: p.tokens))
-        else:
-            x = self._post(layer, rows, parts)
         positions = self._gather(rows, parts, lambda r: r.positions, lambda _, p: p.positions)
-        q, k, v = self.decoder.pre_attention(layer + 1, x, positions)
+        if layer < 0:
+            x = self.decoder.embed(torch.cat(self._gather(rows, parts, lambda r: r.tokens, lambda _, p: p.tokens)))
+            q, k, v = self.decoder.pre_attention(0, x, torch.cat(positions))
+        else:
+            x, q, k, v = self.tier.between(layer, *self._before_post(rows, parts), positions)
         n = 0
         if rows is not None:
             n = len(rows.tokens)
@@ -167,16 +161,19 @@ class TorchStages:
         self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, CohortPlan]]
     ) -> list[int]:
         """post, head and sampling: the last token of each sampling segment, then every row of the cohorts."""
-        x = self._post(layer, rows, parts)
-        wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x))
+        out, x = self._before_post(rows, parts)
+        x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(x))
+        wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
         if rows is not None:
             wanted = torch.cat([rows.sampled, wanted])
-        return sample(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
+        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows, sample) if sample_rows else []
 
-    def _post(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]]) -> torch.Tensor:
+    def _before_post(
+        self, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Attention outputs and residual rows of all parts."""
         out = self._gather(rows, parts, lambda r: r.out, lambda where, _: self.exchange.gpu.out[where])
-        x = self._gather(rows, parts, lambda r: r.x, lambda where, _: self.exchange.residual[where])
-        return self.decoder.post_attention(layer, out, x)
+        return out, self._gather(rows, parts, lambda r: r.x, lambda where, _: self.exchange.residual[where])
 
     @staticmethod
     def _gather(
@@ -184,23 +181,20 @@ class TorchStages:
         parts: list[tuple[slice, CohortPlan]],
         of_rows: Callable[[GpuRows], torch.Tensor],
         of_part: Callable[[slice, CohortPlan], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         """GPU rows first, then the cohorts in order."""
         found = [] if rows is None else [of_rows(rows)]
-        return torch.cat(found + [of_part(where, plan) for where, plan in parts])
+        return found + [of_part(where, plan) for where, plan in parts]
 
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
     def send(self, cohort: Cohort) -> Op:
-        where, gpu, host = _slots(cohort), self.exchange.gpu, self.exchange.host
-
-        def run() -> None:
-            host.q[where], host.k[where], host.v[where] = gpu.q[where], gpu.k[where], gpu.v[where]
-
+        layer, where, exchange = cohort.layer, _slots(cohort), self.exchange
+        run = lambda: exchange.send(layer, where)  # noqa: E731
         return _cohort_op("send q,k,v", D2H, self.cost.send(len(cohort.rows)), cohort, run)
 
     def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
-        layer, where, host = cohort.layer, _slots(cohort), self.exchange.host
+        layer, where, host = cohort.layer, _slots(cohort), self.exchange.host(cohort.layer)
         plan = self._plans[cohort.number].attention[self.model_config.layer_windows[layer]]
         q, out = host.q[where], host.out[where]
         new = {"layer": layer, "k_new": host.k[where], "v_new": host.v[where]}
@@ -212,31 +206,18 @@ class TorchStages:
         return op
 
     def fetch(self, cohort: Cohort) -> Op:
-        where, gpu, host = _slots(cohort), self.exchange.gpu, self.exchange.host
-
-        def run() -> None:
-            gpu.out[where] = host.out[where]
-
+        layer, where, exchange = cohort.layer, _slots(cohort), self.exchange
+        run = lambda: exchange.fetch(layer, where)  # noqa: E731
         return _cohort_op("fetch out", H2D, self.cost.fetch(len(cohort.rows)), cohort, run)
 
     def pull(self, layer: int, segment: Segment) -> Op:
-        pages, staging, start = self.pages[CPU_TIER], self.exchange.staging, segment.start
-        blocks = np.asarray(segment.request.blocks, np.int64)
-
-        def run() -> None:
-            gather_kv(pages, layer, blocks, start, staging[0, :start], staging[1, :start])
-
+        blocks, start = np.asarray(segment.request.blocks, np.int64), segment.start
+        run = self.tier.pull(layer, blocks, start)
         return _segment_op("pull k,v", H2D, self.cost.hand_down(start), layer, segment, run)
 
     def hand_down(self, layer: int, segment: Segment) -> Op:
-        pages, rows = self.pages[CPU_TIER], self._gpu_rows()
-        chunk = rows.chunk_of[segment.request.request_id]
-        last = chunk is rows.last_handed_down
-
-        def run() -> None:
-            k, v = rows.kv.pop(layer) if last else rows.kv[layer]
-            append_kv(pages, layer, k[chunk.rows], v[chunk.rows], chunk.slot_mapping)
-
+        rows = self._gpu_rows()
+        run = self.tier.hand_down(layer, rows, rows.chunk_of[segment.request.request_id])
         return _segment_op("hand down k,v", D2H, self.cost.hand_down(segment.num_tokens), layer, segment, run)
 
     def _sample_row(self, request: RequestLike) -> SampleRow:

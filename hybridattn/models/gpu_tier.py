@@ -1,0 +1,87 @@
+"""What differs between GPU tiers: where the GPU side lives, its pages, its attention, its linear stages, its copies.
+
+``HostTier`` plays the GPU in host memory with the CPU kernels; ``CudaTier`` is a CUDA card with the Triton kernels.
+``TorchStages`` is written once against this.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cpu_kernels import KVPages
+from hybridattn.core.device import Device
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import Batch
+from hybridattn.models.decoder import Decoder
+from hybridattn.models.exchange import Exchange
+from hybridattn.models.gpu_rows import GpuRows, PrefillRows
+from hybridattn.models.load import LoadedModel
+from hybridattn.models.sampling import SampleRow
+from hybridattn.runtime.config import EngineConfig
+
+TIER_CLASSES = {"host": "hybridattn.models.host_tier:HostTier", "cuda": "hybridattn.models.cuda_tier:CudaTier"}
+Tensors = Sequence[torch.Tensor]
+
+
+class GpuTier(Protocol):
+    """Methods that take tensors run inside ops; ``rows`` and ``place`` in the driver, before them."""
+
+    decoder: Decoder
+    cpu_pages: KVPages
+    exchange: Exchange
+
+    def place(self, values: np.ndarray) -> torch.Tensor:
+        """Integers as an int64 tensor of the GPU side."""
+        ...
+
+    def rows(self, batch: Batch) -> GpuRows:
+        """Plan the GPU rows of a pass."""
+        ...
+
+    def between(
+        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """post(layer) and pre(layer + 1) of the rows of all parts together.
+
+        Parameters
+        ----------
+        outs, xs, positions : one tensor per part
+            Attention outputs ``[n, num_q_heads, head_dim]``, residual rows ``[n, hidden_size]``, int64 ``[n]``.
+
+        Returns
+        -------
+        residual rows, q, k, v of layer + 1
+        """
+        ...
+
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> Any:
+        """Token ids by ``sample``, or a ``Deferred`` of them."""
+        ...
+
+    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+        """An op's closure: K,V of the first ``count`` tokens of these CPU pages go up into the staging area."""
+        ...
+
+    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+        """An op's closure: K,V of a chunk go down into its CPU pages."""
+        ...
+
+
+def open_tier(model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float) -> GpuTier:
+    """The tier that the device's kind asks for.
+
+    Raises
+    ------
+    InputError
+        Weights that live elsewhere than the device, or what the tier itself refuses (dtypes, memory).
+    """
+    wanted = torch.device(getattr(device, "torch_device", "cpu"))
+    if model.weights.device != wanted:
+        raise InputError(f"the model's weights are on {model.weights.device}, but device '{device.name}' needs {wanted}")
+    module, _, cls = TIER_CLASSES[getattr(device, "tier", "host")].partition(":")
+    return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale)

@@ -1,0 +1,118 @@
+"""The GPU tier of the host device: memory and kernels of the CPU that play the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from cpu_kernels import KVPages, append_kv, gather_kv, plan_decode
+from hybridattn.core.device import Device
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
+from hybridattn.kv.storage import open_pages
+from hybridattn.models.config import DecoderConfig
+from hybridattn.models.decoder import Decoder
+from hybridattn.models.exchange import Exchange
+from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
+from hybridattn.models.gpu_tier import Tensors
+from hybridattn.models.load import LoadedModel
+from hybridattn.models.prefill import causal_attention
+from hybridattn.models.sampling import SampleRow
+from hybridattn.runtime.config import EngineConfig
+
+
+class HostTier:
+    """Pages of both tiers in the CPU's layout. ``staging`` holds one layer's K and V of ``max_model_len`` tokens,
+    ``[2, max_model_len, num_kv_heads, head_dim]``, for chunked prefills of CPU-tier requests."""
+
+    def __init__(
+        self, model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float
+    ) -> None:
+        shape, dtype = model.config.shape, model.weights.dtype
+        self.decoder = Decoder(model.config, model.weights, config.max_model_len)
+        self._config, self._page_size, self._sm_scale = model.config, config.page_size, sm_scale
+        blocks = {GPU_TIER: config.gpu_kv_blocks, CPU_TIER: config.cpu_kv_blocks}
+        pages = open_pages(device, shape, kv_dtype, config.page_size, blocks)
+        self._pages, self.cpu_pages = pages[GPU_TIER], pages[CPU_TIER]
+        self.exchange = Exchange(device, shape, config.max_num_seqs, dtype)
+        self._staging = torch.zeros(2, config.max_model_len, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+        device.reserve(GPU_TIER, self._staging.nbytes, f"a staging area of {config.max_model_len} tokens")
+
+    def place(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)
+
+    def rows(self, batch: Batch) -> GpuRows:
+        return HostRows(batch, self._pages, self._config, self._page_size, self._sm_scale, self._staging)
+
+    def between(
+        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = self.decoder.post_attention(layer, torch.cat(list(outs)), torch.cat(list(xs)))
+        return x, *self.decoder.pre_attention(layer + 1, x, torch.cat(list(positions)))
+
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> list[int]:
+        return sample(logits, rows)
+
+    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+        pages, staging = self.cpu_pages, self._staging
+        return lambda: gather_kv(pages, layer, blocks, count, staging[0, :count], staging[1, :count])
+
+    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+        pages = self.cpu_pages
+        return lambda: append_kv(pages, layer, *rows.take_kv(layer, chunk), chunk.slot_mapping)
+
+
+class HostRows(GpuRows):
+    """GPU rows that attend with the CPU kernels (decode) and torch (prefill)."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        pages: KVPages,
+        config: DecoderConfig,
+        page_size: int,
+        sm_scale: float,
+        staging: torch.Tensor,
+    ) -> None:
+        super().__init__(batch, page_size, torch.from_numpy)
+        self._config, self._pages, self._sm_scale, self._staging = config, pages, sm_scale, staging
+        self._plans = self._plan_decodes(page_size)
+
+    def _plan_decodes(self, page_size: int) -> dict:
+        """One plan per window that the model's layers have; each serves all layers with that window."""
+        if not self.decodes:
+            return {}
+        table, lens, mapping = decode_tables(self.decodes, page_size)
+        return {
+            window: plan_decode(
+                self._pages, table, lens, self._config.shape.num_q_heads, sm_scale=self._sm_scale,
+                window_left=-1 if window is None else window - 1, slot_mapping=mapping,
+            )
+            for window in set(self._config.layer_windows)
+        }  # fmt: skip
+
+    def attend(self, layer: int) -> None:
+        self.out = torch.empty_like(self.q)
+        n = self.num_decodes
+        if n:
+            plan = self._plans[self._config.layer_windows[layer]]
+            plan.run(self.q[:n], self.out[:n], layer=layer, k_new=self.k[:n], v_new=self.v[:n])
+        for chunk in self.prefills:
+            k, v = self._keys(chunk, layer)
+            window = self._config.layer_windows[layer]
+            self.out[chunk.rows] = causal_attention(self.q[chunk.rows], k, v, chunk.start, self._sm_scale, window)
+
+    def _keys(self, chunk: PrefillRows, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K,V of a chunk and of the tokens before it, ``[start + count, num_kv_heads, head_dim]`` each."""
+        k, v = self.k[chunk.rows], self.v[chunk.rows]
+        if chunk.tier == GPU_TIER:
+            append_kv(self._pages, layer, k, v, chunk.slot_mapping)
+        if chunk.start == 0:
+            return k, v
+        if chunk.tier != GPU_TIER:
+            staging = self._staging
+            return torch.cat([staging[0, : chunk.start], k]), torch.cat([staging[1, : chunk.start], v])
+        k, v = (torch.empty(chunk.end, *t.shape[1:], dtype=t.dtype) for t in (k, v))
+        gather_kv(self._pages, layer, chunk.blocks, chunk.end, k, v)
+        return k, v
