@@ -120,15 +120,23 @@ def detect(flags: frozenset[str] | None = None, override: str | None = None) -> 
     ValueError
         If the level asked for is unknown or cannot run here.
     """
-    have = cpu_flags() if flags is None else flags
-    lacks = {level: what_is_missing(level, have) for level in LEVELS}
+    asked = os.environ.get(ENVIRONMENT, "") if override is None else override
+    return _detect_here(asked) if flags is None else _judge(flags, asked)
+
+
+@lru_cache(maxsize=len(LEVELS) + 1)
+def _detect_here(asked: str) -> IsaChoice:
+    """Judge this machine once per level asked for: plans and appends ask each time, and its flags do not change."""
+    return _judge(cpu_flags(), asked)
+
+
+def _judge(flags: frozenset[str], asked: str) -> IsaChoice:
+    lacks = {level: what_is_missing(level, flags) for level in LEVELS}
     available = tuple(level for level in LEVELS if not lacks[level])
     missing = tuple((level, why) for level, why in lacks.items() if why)
-    asked = os.environ.get(ENVIRONMENT, "") if override is None else override
     if not asked:
-        return IsaChoice(
-            available[0], f"best of what this processor can run: {', '.join(available)}", available, missing
-        )
+        reason = f"best of what this processor can run: {', '.join(available)}"
+        return IsaChoice(available[0], reason, available, missing)
     if asked not in LEVELS:
         raise ValueError(f"{ENVIRONMENT}={asked!r} is unknown; known levels: {', '.join(LEVELS)}")
     if lacks[asked]:

@@ -203,4 +203,4 @@ class NativeDecode:
 
 def make(inputs: DecodeInputs, isa: str | None) -> NativeDecode:
     """Build the native back end on the given or the detected ISA level."""
-    return NativeDecode(inputs, isa_levels.detect(override=isa).level if isa else isa_levels.detect().level)
+    return NativeDecode(inputs, isa_levels.detect(override=isa).level)
