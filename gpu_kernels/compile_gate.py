@@ -91,8 +91,8 @@ def read_log(log: str) -> tuple[int, int]:
     return int(registers[1]), int(stores[1]) + int(loads[1])
 
 
-def measure(variant: Variant, sm: int, recorded: dict[str, int]) -> Reading:
-    """Compile one variant for one target and judge it."""
+def measure(variant: Variant, sm: int, recorded: dict[str, int] | None) -> Reading:
+    """Compile one variant for one target and judge it; without a record, spills may be any where some are allowed."""
     start, config = time.perf_counter(), variant.config
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     registers = spills = shared = 0
@@ -100,8 +100,8 @@ def measure(variant: Variant, sm: int, recorded: dict[str, int]) -> Reading:
         compiled = triton.compile(source(variant), target=GPUTarget("cuda", sm, 32), options=options)
         registers, spills = ptxas_usage(compiled.asm["ptx"], sm)
         shared = compiled.metadata.shared
-        key = f"{variant.kernel} {variant.name} sm_{sm}"
-        problem = judge(variant, sm, registers, spills, shared, recorded.get(key, 0))
+        allowed = spills if recorded is None else recorded.get(f"{variant.kernel} {variant.name} sm_{sm}", 0)
+        problem = judge(variant, sm, registers, spills, shared, allowed)
     except Exception as error:  # whatever a compiler raises is this variant's result, and fails the gate
         problem = f"does not compile: {type(error).__name__}: {str(error)[-500:]}"
     return Reading(
@@ -145,6 +145,13 @@ def load_record() -> dict[str, int]:
     return json.loads(RECORD.read_text())["spills"] if RECORD.exists() else {}
 
 
+def save_record(recorded: dict[str, int], readings: Sequence[Reading]) -> None:
+    """Bring the record up to date for the variants that were read; the others keep their entries."""
+    spills = recorded | {reading.key: reading.spills for reading in readings}
+    kept = {key: value for key, value in sorted(spills.items()) if value}
+    RECORD.write_text(json.dumps({"triton": triton.__version__, "spills": kept}, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu_kernels.compile_gate", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
@@ -161,14 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = options.kernels or {variant.kernel for variant, _ in pairs}
     pairs = [(v, sm) for v, sm in pairs if sm in options.targets and v.kernel in wanted]
     index, count = map(int, options.shard.split("/"))
-    recorded = {} if options.record else load_record()
+    recorded = load_record()
     readings = []
     for variant, sm in pairs[index::count]:
-        readings.append(measure(variant, sm, recorded))
+        readings.append(measure(variant, sm, None if options.record else recorded))
         print(_line(readings[-1], options.json), flush=True)
     if options.record:
-        spills = {reading.key: reading.spills for reading in readings if reading.spills}
-        RECORD.write_text(json.dumps({"triton": triton.__version__, "spills": spills}, indent=1) + "\n")
+        save_record(recorded, readings)
     failed = sum(bool(reading.problem) for reading in readings)
     print(f"{len(readings)} variants, {failed} failed", file=sys.stderr)
     return 1 if failed or not readings else 0

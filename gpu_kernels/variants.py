@@ -108,7 +108,7 @@ def _decode(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
         for group in (16, 32) if configs.tensor_cores(dtype, capability) else (4, 16):
             config = configs.decode_config(dtype, store is _I8, extras, group, dim, capability)
-            for out in {dtype, _F32}:
+            for out in dict.fromkeys((dtype, _F32)):
                 types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", out))
                 name = f"q_{_label(dtype)}-kv_{_label(store)}-out_{_label(out)}-g{group}-d{dim}{'-extras' * extras}"
                 yield Variant("attend_split", name, decode.attend_split, config, types, dim, dtype is not _F32)

@@ -100,6 +100,20 @@ def test_int8_keeps_precision_whatever_the_size_of_the_values(
     assert np.abs(out.cpu().numpy() - truth).max() <= unit * np.abs(batch.keys(0)[1]).max()
 
 
+@pytest.mark.parametrize("loudest", [100, 2300])
+def test_more_parts_than_one_step_of_the_merge(
+    make_batch: Callable[..., Any], device: torch.device, loudest: int
+) -> None:
+    """38 parts are merged in two steps, and the largest score lies in the first or in the second."""
+    batch = make_batch([2400], 1, 16)
+    at = (int(batch.block_table[0, loudest // 16]), 0, loudest % 16)
+    batch.k_cache[at] = 2.0
+    q = torch.full((1, 1, 16), 1.0, device=device)
+    out, lse = paged_decode_attention(q, *batch.tensors(), split_tokens=64)
+    truth, lse_truth = batch.decode_truth(q)
+    assert np.allclose(out.cpu().numpy(), truth, atol=3e-6) and np.allclose(lse.cpu().numpy(), lse_truth, atol=1e-5)
+
+
 def test_rows_do_not_depend_on_their_neighbours(make_batch: Callable[..., Any], device: torch.device) -> None:
     lens = [100, 300, 7, 129]
     batch = make_batch(lens, 2, 32)

@@ -1,0 +1,230 @@
+"""The compile gate: its rules one by one, its list against what the launchers really launch, and a run of it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_kernels as g
+from gpu_kernels import compile_gate, config, cpu_layout, decode, fused, kv_cache, merge, prefill
+from gpu_kernels.variants import TARGETS, Variant, variants
+
+ROOT = Path(__file__).parents[2]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def gate(*arguments: str, program: str = "") -> subprocess.CompletedProcess[str]:
+    """The gate in a process of its own: this one interprets the kernels and can't compile them."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_INTERPRET")}
+    run = ["-c", program] if program else ["-m", "gpu_kernels.compile_gate"]
+    command = [sys.executable, "-W", "error", *run, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=3000, env=environment | {"PYTHONPATH": str(ROOT)}
+    )
+
+
+def pick(kernel: str, sm: int, half: bool, head_dim: int) -> Variant:
+    return next(v for v in variants(sm) if (v.kernel, v.half, v.head_dim) == (kernel, half, head_dim))
+
+
+def test_a_sample_of_all_kernels_and_targets_passes() -> None:
+    done = gate("--json", "--sample", "24")
+    readings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, [r for r in readings if r["problem"]] or done.stderr
+    assert 20 <= len(readings) <= 28
+    assert {r["target"] for r in readings} == {f"sm_{sm}" for sm in TARGETS}
+    assert {r["kernel"] for r in readings} == {v.kernel for v in variants(80)}
+    for reading in readings:
+        assert reading["registers"] > 0 and reading["spills"] >= 0 and reading["shared_bytes"] >= 0
+        assert not (reading["target"] == "sm_75" and "bf16" in reading["variant"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", TARGETS)
+def test_every_variant_passes(sm: int) -> None:
+    done = gate("--json", "--targets", str(sm))
+    readings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, [r for r in readings if r["problem"]] or done.stderr
+    assert len(readings) == len(variants(sm))
+
+
+def test_each_limit_is_a_failure() -> None:
+    half, wide = pick("attend_split", 80, True, 128), pick("attend_split", 80, True, 256)
+    full = pick("attend_split", 80, False, 128)
+    judge = compile_gate.judge
+    assert judge(half, 80, 128, 0, 166_912, 0) == ""
+    assert "shared memory of 166913 bytes exceeds the target's 166912" in judge(half, 80, 128, 0, 166_913, 0)
+    assert "exceeds the target's 65536" in judge(half, 75, 128, 0, 70_000, 0)
+    assert "8 bytes of spills in a 16-bit variant with head_dim 128" in judge(half, 80, 128, 8, 0, 8)
+    for variant in (wide, full):
+        assert judge(variant, 80, 128, 8, 0, 8) == ""
+        assert judge(variant, 80, 128, 12, 0, 8) == "12 bytes of spills, 8 are recorded"
+    assert "registers for 128 threads exceed" in judge(half, 80, 600, 0, 0, 0)
+
+
+def test_reads_the_log_of_ptxas() -> None:
+    log = (
+        "    48 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\nptxas info    : Used 255 registers, ..."
+    )
+    assert compile_gate.read_log(log) == (255, 32)
+    with pytest.raises(RuntimeError, match="ptxas -v printed no usage"):
+        compile_gate.read_log("ptxas info: 0 bytes gmem")
+
+
+def test_a_variant_that_does_not_compile_fails_the_gate() -> None:
+    program = """
+import sys
+from dataclasses import replace
+from gpu_kernels import compile_gate as gate
+good = gate.variants(80)[0]
+broken = replace(good, config=replace(good.config, constants={**good.config.constants, "BLOCK_N": 24}))
+gate.variants = lambda sm: [good, broken]
+sys.exit(gate.main(sys.argv[1:]))
+"""
+    done = gate("--json", "--targets", "80", program=program)
+    problems = [json.loads(line)["problem"] for line in done.stdout.splitlines()]
+    assert problems[0] == "" and problems[1].startswith("does not compile: ") and done.returncode == 1
+    assert done.stderr.endswith("2 variants, 1 failed\n")
+
+
+def test_refuses_to_run_interpreted_and_with_nothing_to_do() -> None:
+    program = "import os; os.environ['TRITON_INTERPRET'] = '1'; from gpu_kernels import compile_gate as gate; "
+    done = gate(program=program + "exit(gate.main([]))")
+    assert done.returncode == 2 and "TRITON_INTERPRET is set" in done.stderr
+    assert gate("--kernels", "no_such_kernel").returncode == 1
+
+
+def test_the_record_changes_for_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_gate, "RECORD", tmp_path / "record.json")
+    assert compile_gate.load_record() == {}
+    reading = compile_gate.Reading("merge", "fp32-d16", "sm_80", 32, 24, 0, 2, 1, 0.1, "")
+    compile_gate.save_record(
+        {"merge fp32-d16 sm_80": 8, "merge fp32-d32 sm_80": 4, "merge fp32-d64 sm_80": 0}, [reading]
+    )
+    assert compile_gate.load_record() == {"merge fp32-d16 sm_80": 24, "merge fp32-d32 sm_80": 4}
+
+
+def test_variants_are_listed_once_and_bf16_follows_capability() -> None:
+    for sm in TARGETS:
+        keys = [(v.kernel, v.name) for v in variants(sm)]
+        assert len(set(keys)) == len(keys) == len({v.key for v in variants(sm)})
+        assert any(v.uses_bf16 for v in variants(sm)) == (sm >= 80)
+
+
+def test_recorded_spills_name_variants_that_exist() -> None:
+    names = {f"{v.kernel} {v.name} sm_{sm}" for sm in TARGETS for v in variants(sm)}
+    assert set(compile_gate.load_record()) <= names
+
+
+class Recorder:
+    """Stands where the launchers call ``launch`` and keeps what Triton would be asked to compile."""
+
+    def __init__(self) -> None:
+        self.keys: set[tuple[Any, ...]] = set()
+
+    def __call__(self, kernel: Any, grid: Any, chosen: config.Config, device: Any, *arguments: Any) -> None:
+        names = list(kernel.arg_names)
+        constants = tuple(sorted(chosen.constants.items()))
+        plain = [
+            name
+            for key in ("do_not_specialize", "do_not_specialize_on_alignment")
+            for name in self._option(kernel, key)
+        ]
+        signature = []
+        for name, value in zip(names, (*arguments, *[None] * len(chosen.constants)), strict=True):
+            signature.append((name, self._type(value)))
+            if name not in plain and value is not None and not isinstance(value, float):
+                assert (value.data_ptr() if isinstance(value, torch.Tensor) else value) % 16 == 0, (kernel, name, value)
+        kind = kernel.fn.__name__
+        self.keys.add((kind, tuple(signature), constants, chosen.num_warps, chosen.num_stages))
+
+    @staticmethod
+    def _option(kernel: Any, name: str) -> list[str]:
+        return list(getattr(kernel, "kwargs", {}).get(name) or getattr(kernel, name, None) or ())
+
+    @staticmethod
+    def _type(value: Any) -> str:
+        if value is None:
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+            return "*" + (
+                names.get(value.dtype) or str(value.dtype).replace("torch.uint", "u").replace("torch.int", "i")
+            )
+        return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    kept = Recorder()
+
+    def at(sm: int) -> Recorder:
+        for module in (decode, prefill, kv_cache, merge, fused, cpu_layout):
+            monkeypatch.setattr(module, "launch", kept)
+            monkeypatch.setattr(module, "capability_of", lambda device: g.Capability(sm))
+        return kept
+
+    yield at
+
+
+def launch_attention(dtype: torch.dtype, store: torch.dtype, dim: int, group: int, cap: float) -> None:
+    cache = torch.zeros(8, 2, 16, dim, dtype=store)
+    scale = torch.zeros(8, 2, 16) if store is torch.int8 else None
+    scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
+    table, heads = torch.arange(8, dtype=torch.int32)[None], 2 * group
+    q = torch.zeros(1, heads, dim, dtype=dtype)
+    lens = torch.tensor([100], dtype=torch.int32)
+    for split in (64, 128):
+        for out in (q.clone(), q.float()):
+            g.paged_decode_attention(
+                q, cache, cache, table, lens, out=out, logits_soft_cap=cap, split_tokens=split, **scales
+            )
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    g.prefill_attention(q, cache, cache, table, starts, lens, logits_soft_cap=cap, **scales)
+
+
+def launch_moves(dim: int) -> None:
+    """Packing moves bits, so bf16 is packed on every device."""
+    for store in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+        cache = torch.zeros(8, 2, 16, dim, dtype=store)
+        scale = torch.zeros(8, 2, 16) if store is torch.int8 else None
+        for ids in (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)):
+            blocks = g.pack_for_cpu(cache, cache, ids, k_scale=scale, v_scale=scale)
+            g.unpack_from_cpu(blocks, cache, cache, ids, k_scale=scale, v_scale=scale)
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+def test_launchers_compile_nothing_that_is_not_listed(recorder: Any, sm: int) -> None:
+    kept, listed = recorder(sm), {v.key for v in variants(sm)}
+    dtypes = (torch.float32, torch.float16, *((torch.bfloat16,) if sm >= 80 else ()))
+    for dtype in dtypes:
+        for dim in (16, 32, 48, 80, 208):  # one of each block of head dims
+            for group in (1, 5, 17):
+                for cap in (0.0, 5.0):
+                    launch_attention(dtype, dtype, dim, group, cap)
+                    launch_attention(dtype, torch.int8, dim, group, cap)
+            rows = torch.zeros(2, 4, dim, dtype=dtype)
+            for store in (*dtypes, torch.int8):
+                cache = torch.zeros(8, 4, 16, dim, dtype=store)
+                scale = torch.zeros(8, 4, 16) if store is torch.int8 else None
+                g.append_kv(rows, rows, cache, cache, torch.tensor([0, 1]), k_scale=scale, v_scale=scale)
+            launch_moves(dim)
+            g.merge_state(rows, torch.zeros(2, 4), rows, torch.zeros(2, 4))
+            for positions in (torch.tensor([0, 1]), torch.tensor([0, 1], dtype=torch.int32)):
+                for interleaved in (False, True):
+                    tables = torch.zeros(2, dim // 2)
+                    g.rope(rows, tables, tables, positions, interleaved=interleaved)
+        for hidden in (576, 2048, 4096, 5120, 16384):
+            x = torch.zeros(1, hidden, dtype=dtype)
+            g.rms_norm(x, x[0], 1e-5)
+            g.rms_norm(x, x[0], 1e-5, residual=x)
+        g.silu_mul(torch.zeros(1, 4096, dtype=dtype))
+    extra, missing = kept.keys - listed, listed - kept.keys
+    assert not extra, sorted(map(str, extra))[:3]
+    assert not missing, sorted(map(str, missing))[:3]
