@@ -42,6 +42,7 @@ class Costs:
     pricing: Pricing
     _linear: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _ends: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _attention: dict[tuple[str, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _copies: dict[tuple[str, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
@@ -72,13 +73,25 @@ class Costs:
     def attention_ns(self, rows: int, keys: int, prefill: Iterable[tuple[int, int]] = ()) -> int:
         """GPU attention of one layer: decode rows with ``keys`` keys in all, and prompt chunks (tokens, keys)."""
         chunks = tuple(prefill)
-        if not rows and not chunks:
-            return 0
+        if not chunks:
+            return self._kept(GPU, rows, keys)
         return self.pricing.work_ns(GPU, self.cost.attention(rows, max(rows, keys), chunks))
 
     def cpu_ns(self, rows: int, keys: int) -> int:
         """CPU attention of one layer for ``rows`` rows with ``keys`` keys in all."""
-        return self.pricing.work_ns(CPU, self.cost.decode_attention(rows, max(rows, keys))) if rows else 0
+        return self._kept(CPU, rows, keys)
+
+    def _kept(self, lane: str, rows: int, keys: int) -> int:
+        """Decode attention on a lane, kept by its arguments (all forgotten when there are too many)."""
+        if not rows:
+            return 0
+        found = self._attention.get((lane, rows, keys))
+        if found is None:
+            if len(self._attention) > 65_536:
+                self._attention.clear()
+            found = self.pricing.work_ns(lane, self.cost.decode_attention(rows, max(rows, keys)))
+            self._attention[lane, rows, keys] = found
+        return found
 
     def down_ns(self, rows: int) -> int:
         """q, k, v of ``rows`` rows go down."""

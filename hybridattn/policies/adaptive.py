@@ -169,6 +169,7 @@ class Adaptive(Policy):
             self._inner = policy_of(layout, costs)
             self.detours_wait = self._inner.detours_wait
             self.launch_cap = self._inner.launch_cap
+            self.quiet_until_ns = 0
 
     def _falls_short(self, view: PassView) -> bool:
         """The guard: measured against predicted rate of the window that ends now; True asks for a new plan."""
@@ -221,7 +222,9 @@ class Adaptive(Policy):
         return self._inner.patience_ns(cohort, at)
 
     def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        return self._inner.detour(cohorts, at)
+        chosen = self._inner.detour(cohorts, at)
+        self.quiet_until_ns = self._inner.quiet_until_ns
+        return chosen
 
 
 class Auto(Adaptive):

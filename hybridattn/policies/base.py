@@ -139,6 +139,7 @@ class Policy:
     ----------
     priority : class of its ops on the cpu.attention lane
     detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
+    quiet_until_ns : ``detour`` is not asked before this time
     launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
@@ -151,6 +152,7 @@ class Policy:
     tiers: tuple[str, ...] = (GPU_TIER, CPU_TIER)
     priority = SKIPPED
     detours_wait = False
+    quiet_until_ns = 0
     launch_cap: int | None = None
     forecasts = False
     swap_in_below: float | None = None

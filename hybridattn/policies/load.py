@@ -26,7 +26,9 @@ class Load:
             raise InputError(f"prompt_per_token must not be negative, got {self.prompt_per_token}")
 
     def like(self, other: Load) -> bool:
-        """A plan for ``other`` still fits: rows and context within a sixth."""
+        """A plan for ``other`` still fits: rows and context within a sixth, prompts within a third."""
+        if abs(self.prompt_per_token - other.prompt_per_token) > max(0.5, other.prompt_per_token / 3):
+            return False
         pairs = ((self.gpu_rows, other.gpu_rows), (self.cpu_rows, other.cpu_rows), (self.context, other.context))
         return all(abs(a - b) <= max(1, b) / 6 for a, b in pairs)
 

@@ -129,7 +129,8 @@ class Rule(Policy):
         costs, now_ns = self.costs, at.gpu_free_ns
         backlog = max(0, at.cpu_free_ns - now_ns)
         layer_ns = costs.linear_ns(at.tokens) + costs.attention_ns(at.gpu_rows, at.gpu_keys)
-        if backlog >= 2 * layer_ns:
+        if backlog >= 2 * layer_ns:  # the CPU has enough to do; so it will until then
+            self.quiet_until_ns = at.now_ns + backlog - 2 * layer_ns
             return None
         feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
         best, chosen = 0.0, None

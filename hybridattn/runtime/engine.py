@@ -56,6 +56,7 @@ class Engine:
             run_ahead=config.run_ahead,
             op_timeout_ns=config.op_timeout_ns,
             on_release=lambda request: self.scheduler.released(request, device.now_ns()),
+            any_leaving=lambda: self.scheduler.leaving > 0,
         )
         self._num_layers = stages.num_layers
         self._plans = type(policy).begin is not Policy.begin

@@ -28,7 +28,8 @@ from hybridattn.runtime.slots import SlotRanges
 
 
 class Executor:
-    """Runs passes. ``on_release`` is called for a leaving request once its row is no longer in flight."""
+    """Runs passes. ``on_release`` is called for a leaving request once its row is no longer in flight; ``any_leaving``
+    says whether there is one at all, so that cohorts are searched only then."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Executor:
         run_ahead: int,
         op_timeout_ns: int,
         on_release: Callable[[Request], None],
+        any_leaving: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stages = stages
         self.device = device
@@ -54,6 +56,7 @@ class Executor:
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
         self._on_release = on_release
+        self._any_leaving = any_leaving
         self._ahead: deque[Ticket] = deque()
         self._sampling: list[tuple[Ticket, tuple[Segment, ...], tuple[Cohort, ...]]] = []
         self._standing: dict[int, list[Cohort]] = {}  # cohorts by the layer at which they stand
@@ -177,7 +180,7 @@ class Executor:
         if self._takes_detours and self.cohorts:
             if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
                 return 0, None
-            until_ns = min(_ticket(c).end_ns for c in self.cohorts)
+            until_ns = max(min([c.ticket.end_ns for c in self.cohorts]), self.policy.quiet_until_ns)  # type: ignore[union-attr]
         if count <= 0:
             return 0, None
         assert self._stretch is not None
@@ -268,15 +271,17 @@ class Executor:
         attended.wait(self._timeout_ns)
         if self.forecast is not None:
             self.forecast.gpu_free_ns = self.device.now_ns() + self.forecast.linear_ns(tokens)
-        while self.cohorts:
-            ready = [_ticket(c).done() for c in self.cohorts]
-            if not self.policy.detours_wait and not any(
-                r and c.layer != layer + 1 for r, c in zip(ready, self.cohorts, strict=True)
-            ):
+        policy, after = self.policy, layer + 1
+        while self.device.now_ns() >= policy.quiet_until_ns:
+            ready = [c.ticket.done() for c in self.cohorts]  # type: ignore[union-attr]
+            for c, r in zip(self.cohorts, ready, strict=True):
+                if c.layer != after and (r or policy.detours_wait):
+                    break
+            else:
                 return
             at = self._where(layer, batch, tokens)
             views = tuple([self._view(c, r) for c, r in zip(self.cohorts, ready, strict=True)])
-            chosen = self.policy.detour(views, at)
+            chosen = policy.detour(views, at)
             if chosen is None:
                 return
             where = next(i for i, v in enumerate(views) if v.number == chosen)
@@ -354,12 +359,11 @@ class Executor:
 
     def _bury(self, cohort: Cohort) -> bool:
         """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
-        for i, row in enumerate(cohort.rows):
-            if row.request.state is State.LEAVING and i not in cohort.dead:  # type: ignore[attr-defined]
-                break
-        else:
+        if not self._any_leaving():
             return False
         leaving = [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and _request(r).state is State.LEAVING]
+        if not leaving:
+            return False
         cohort.dead.update(leaving)
         for i in leaving:
             self._on_release(_request(cohort.rows[i]))

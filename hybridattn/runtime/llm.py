@@ -86,7 +86,8 @@ class LLM:
         self.device = open_device(device, record=record, **(device_options or {}))
         try:
             load = importlib.import_module("hybridattn.models.load").load
-            self.model = load(model, dtype=dtype) if isinstance(model, str) else model
+            where = getattr(self.device, "torch_device", "cpu")
+            self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
             limit = self.model.config.shape.max_model_len
             if max_model_len is not None and max_model_len > limit:
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{model}'")

@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._on_end = on_end
+        self.leaving = 0  # requests that left while a row of theirs is in flight
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []  # on the GPU tier
         self._idle: list[Request] = []  # on the CPU tier; those launched since the last pass are still in it
@@ -95,7 +96,7 @@ class Scheduler:
         request.end_ns = now_ns
         request.requeue = False
         if request.in_flight:
-            request.state = State.LEAVING
+            self._leave(request)
             return
         (self.waiting if request.state is State.WAITING else self.running).remove(request)
         self._give_back(request)
@@ -107,15 +108,20 @@ class Scheduler:
         request.preemptions += 1
         request.requeue = True
         if request.in_flight:
-            request.state = State.LEAVING
+            self._leave(request)
         else:
             self._requeue(request)
+
+    def _leave(self, request: Request) -> None:
+        self.leaving += request.state is not State.LEAVING
+        request.state = State.LEAVING
 
     def released(self, request: Request, now_ns: int) -> None:
         """The row of a leaving request is no longer in flight: its blocks may go."""
         request.in_flight = False
         if request.state is not State.LEAVING:
             return
+        self.leaving -= 1
         if request.requeue:
             self._requeue(request)
         else:

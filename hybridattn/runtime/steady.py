@@ -58,6 +58,7 @@ class SteadyRun:
             run_ahead=1,
             op_timeout_ns=_TIMEOUT_NS,
             on_release=lambda request: None,
+            any_leaving=lambda: False,
         )
         self.executor.on_pass = None
         self.gpu_tokens = 0
