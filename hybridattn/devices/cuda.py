@@ -227,12 +227,8 @@ class CudaDevice:
         with self._lock:
             if ticket.ended:
                 return True
-            if self.broken is None:
-                try:
-                    if not self.runtime.query(ticket.finished):
-                        return False
-                except Exception as error:  # what a kernel failed with; it cannot be attributed to one op for certain
-                    self.broken = error
+            if not self.seen(ticket.finished):
+                return False
             self._settle_through(ticket)
             return True
 
@@ -247,6 +243,14 @@ class CudaDevice:
                 first.settle(self.broken, 0, 0)
             if first is ticket:
                 return
+
+    def seen(self, event: Any) -> bool:
+        if self.broken is None:
+            try:
+                return self.runtime.query(event)
+            except Exception as error:  # what a kernel failed with; it cannot be attributed to one op for certain
+                self.broken = error
+        return True
 
     def host_ns(self, gpu_ns: int) -> int:
         return self._clock.host_ns(gpu_ns)

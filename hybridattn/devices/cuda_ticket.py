@@ -24,6 +24,10 @@ class Owner(Protocol):
         """Whether the stream has come by the ticket's end; settles it and all before it on its lane if so."""
         ...
 
+    def seen(self, event: Event) -> bool:
+        """Whether an event has passed; True, and the device is broken, where asking shows that the GPU has failed."""
+        ...
+
     def host_ns(self, gpu_ns: int) -> int: ...
 
     def pump(self) -> None:
@@ -136,11 +140,12 @@ class HandoverTicket(HostTicket):
     stream comes by and pushes it, and it never ends if the GPU stops first.
     """
 
-    __slots__ = ("_owner", "_ready")
+    __slots__ = ("_owner", "_ready", "pushed")
 
     def __init__(self, owner: Owner, op: Op, after: tuple[Ticket, ...]) -> None:
         super().__init__(op, after)
         self._owner = owner
+        self.pushed: Event | None = None  # passes once a stream has pushed the job
 
     @property
     def ready_ns(self) -> int:  # type: ignore[override]
@@ -152,8 +157,9 @@ class HandoverTicket(HostTicket):
         gpu, cpu = ready_of(self.after)
         self._ready = (gpu, cpu) if gpu else (0, when_ns)
 
-    def hand_over(self, job: NativeJob) -> None:
+    def hand_over(self, job: NativeJob, pushed: Event) -> None:
         """A stream will push ``job``; ``after`` stays until then, for its times and errors."""
+        self.pushed = pushed
         self.job = job
         self._event.set()
 
@@ -181,7 +187,7 @@ class HandoverTicket(HostTicket):
 
     def block(self, seconds: float) -> None:
         """As on the host, but look after the streams in between: they may have work for the driver."""
-        for earlier in self.after:
-            earlier.done()
+        if self.pushed is not None and self._owner.seen(self.pushed):
+            self.pushed = None
         self._owner.pump()
         super().block(min(seconds, 0.001))

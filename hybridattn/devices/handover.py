@@ -68,5 +68,7 @@ class HandoverLane(CpuLane):
             if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
                 self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
         self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))  # type: ignore[arg-type]
-        ticket.hand_over(job)
+        pushed = self._runtime.event()
+        self._runtime.record(pushed, self.stream)
+        ticket.hand_over(job, pushed)
         self._native = ticket

@@ -82,6 +82,6 @@ def open_tier(model: LoadedModel, device: Device, config: EngineConfig, kv_dtype
     """
     wanted = torch.device(getattr(device, "torch_device", "cpu"))
     if model.weights.device != wanted:
-        raise InputError(f"the model's weights are on {model.weights.device}, but device '{device.name}' needs {wanted}")
+        raise InputError(f"weights are on {model.weights.device}, but device '{device.name}' needs them on {wanted}")
     module, _, cls = TIER_CLASSES[getattr(device, "tier", "host")].partition(":")
     return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale)

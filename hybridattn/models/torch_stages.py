@@ -161,8 +161,8 @@ class TorchStages:
         self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, CohortPlan]]
     ) -> list[int]:
         """post, head and sampling: the last token of each sampling segment, then every row of the cohorts."""
-        out, x = self._before_post(rows, parts)
-        x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(x))
+        out, before = self._before_post(rows, parts)
+        x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(before))
         wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
         if rows is not None:
             wanted = torch.cat([rows.sampled, wanted])

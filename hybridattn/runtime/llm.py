@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,18 +81,21 @@ class LLM:
         options = dict(policy_options or {})
         if cpu_fraction is not None:
             options["cpu_fraction"] = cpu_fraction
+        if not isinstance(policy, str | Policy):
+            raise InputError(f"policy must be a name or a Policy, got {policy!r}")
         self.policy = make_policy(policy, **options)
         if dtype not in ("fp32", "bf16"):
             raise InputError(f"dtype must be fp32 or bf16, got '{dtype}'")
+        op_timeout_ns = _nanoseconds("op_timeout_s", op_timeout_s)
         open_device = importlib.import_module("hybridattn.devices.registry").open_device
         self.device = open_device(device, record=record, **(device_options or {}))
         try:
             load = importlib.import_module("hybridattn.models.load").load
             where = getattr(self.device, "torch_device", "cpu")
             self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
+            if not hasattr(self.model, "weights"):
+                raise InputError(f"model must be a name or what hybridattn.models.load.load returned, got {model!r}")
             limit = self.model.config.shape.max_model_len
-            if max_model_len is not None and max_model_len > limit:
-                raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{model}'")
             config = EngineConfig(
                 gpu_kv_blocks=gpu_kv_blocks,
                 cpu_kv_blocks=cpu_kv_blocks,
@@ -99,12 +104,17 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 run_ahead=run_ahead,
-                op_timeout_ns=int(op_timeout_s * 1e9),
+                op_timeout_ns=op_timeout_ns,
             )
+            if config.max_model_len > limit:
+                name = self.model.config.shape.name
+                raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
             stages = importlib.import_module("hybridattn.models.torch_stages").TorchStages
             self.stages = stages(self.model, self.device, config, kv_dtype or dtype, backend)
-        except BaseException:
+        except BaseException as error:
             self.device.close()  # or its threads would outlive a refused argument
+            if isinstance(error, MemoryError):
+                raise InputError(f"this machine has too little memory for what was asked: {error}") from error
             raise
         self.config = config
         self._new_text: Callable[[SamplingParams], Any] | None = None
@@ -160,26 +170,39 @@ class LLM:
 
     def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
         """Encoded prompts and one SamplingParams for each."""
-        encoded = [self._encode(p) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
+            raise InputError(f"prompts must be a text or a sequence of prompts, got {type(prompts).__name__}")
+        encoded = [self._encode(i, p) for i, p in enumerate([prompts] if isinstance(prompts, str) else prompts)]
         if params is None or isinstance(params, SamplingParams):
             return encoded, [params or SamplingParams()] * len(encoded)
-        chosen = list(params)
+        chosen = list(params) if isinstance(params, Sequence) else [params]
+        wrong = next((p for p in chosen if not isinstance(p, SamplingParams)), None)
+        if wrong is not None or None in chosen:
+            raise InputError(f"params must be a SamplingParams or one per prompt, got {wrong!r}")
         if len(chosen) != len(encoded):
             raise InputError(
                 f"params must hold one SamplingParams per prompt: {len(chosen)} for {len(encoded)} prompts"
             )
         return encoded, chosen
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+    def _encode(self, index: int, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
-            ids, vocab = [int(t) for t in prompt], self.model.config.shape.vocab_size
-            wrong = next((t for t in ids if not 0 <= t < vocab), None)
-            if wrong is not None:
-                raise InputError(f"token id {wrong} lies outside the vocabulary 0..{vocab - 1}")
-            return None, ids
+            return None, self._token_ids(index, prompt)
         if self.model.tokenizer is None:
             raise InputError("a dummy model has no tokenizer: give token ids instead of text")
         return prompt, self.model.tokenizer.encode(prompt) if prompt else []
+
+    def _token_ids(self, index: int, prompt: Any) -> list[int]:
+        """Integers of any kind (numpy's and torch's included), within the vocabulary."""
+        try:
+            ids = [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise InputError(f"prompt {index} must be a text or a sequence of integer token ids: {error}") from error
+        vocab = self.model.config.shape.vocab_size
+        outside = next((t for t in ids if not 0 <= t < vocab), None)
+        if outside is not None:
+            raise InputError(f"prompt {index}: token id {outside} lies outside the vocabulary 0..{vocab - 1}")
+        return ids
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -205,3 +228,9 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _nanoseconds(name: str, seconds: Any) -> int:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise InputError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    return max(1, int(seconds * 1e9))

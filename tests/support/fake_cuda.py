@@ -71,7 +71,9 @@ class FakeCuda:
     gpu_name = "Fake GPU"
     torch_device = "cpu"
 
-    def __init__(self, seed=0, *, threads=False, host_call=True, pins=True, free=GIB, forget=(), offset_ns=10**12, drift=0.0):
+    def __init__(
+        self, seed=0, *, threads=False, host_call=True, pins=True, free=GIB, forget=(), offset_ns=10**12, drift=0.0
+    ):
         self.threads, self.pins, self.free, self.forget = threads, pins, free, forget
         self.offset_ns, self.drift = offset_ns, drift
         self.host_calls = 0

@@ -1,0 +1,77 @@
+"""Pages on their way between a card and the CPU tier: whole pages, in the CPU's layout on both sides of the bus.
+
+    hand down   append: rows -> scratch pages | pack: -> blocks | copies: blocks -> CPU pages, one per run of pages
+    pull        copies: CPU pages -> blocks | unpack: -> staging pages
+
+A chunk that begins inside a page brings that page up first, or the copy would overwrite the tokens before it.
+Everything of one direction is enqueued on one stream, so each step finds the one before done and the next use of the
+same scratch comes after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import gpu_kernels
+from cpu_kernels import KVPages
+from hybridattn.kv.cuda_pages import CudaPages
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive CPU pages ``cpu .. cpu + count - 1`` that lie at ``at ..`` among the blocks."""
+
+    at: int
+    cpu: int
+    count: int
+
+
+def runs_of(pages: np.ndarray) -> tuple[Run, ...]:
+    """Page numbers in order of position, as runs of consecutive ones."""
+    edges = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+    return tuple(Run(a, int(pages[a]), b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a)
+
+
+class Blocks:
+    """Room for ``num_pages`` pages of one layer in the CPU's layout on the card, and page-shaped scratch for as many.
+
+    Parameters
+    ----------
+    cpu_pages : KVPages
+        The CPU tier; pinned, or the copies wait.
+    scratch : CudaPages
+        One layer, at least ``num_pages`` pages.
+    """
+
+    def __init__(self, cpu_pages: KVPages, scratch: CudaPages, num_pages: int, device: str) -> None:
+        self.scratch = scratch
+        self._cpu = torch.from_numpy(cpu_pages.buffer)  # uint8 [layers, pages, num_kv_heads, head_bytes]
+        self._blocks = torch.empty(num_pages, *self._cpu.shape[2:], dtype=torch.uint8, device=device)
+        self._ids = torch.arange(num_pages, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._blocks.nbytes + self._ids.nbytes
+
+    def up(self, layer: int, runs: tuple[Run, ...], count: int) -> None:
+        """CPU pages -> the first ``count`` scratch pages."""
+        for run in runs:
+            source = self._cpu[layer, run.cpu : run.cpu + run.count]
+            self._blocks[run.at : run.at + run.count].copy_(source, non_blocking=True)
+        k, v = self.scratch.cache()
+        gpu_kernels.unpack_from_cpu(
+            self._blocks[:count], k, v, self._ids[:count], check_ids=False, **self.scratch.scales()
+        )
+
+    def down(self, layer: int, runs: tuple[Run, ...], count: int) -> None:
+        """The first ``count`` scratch pages -> CPU pages."""
+        k, v = self.scratch.cache()
+        gpu_kernels.pack_for_cpu(
+            k, v, self._ids[:count], self._blocks[:count], check_ids=False, **self.scratch.scales()
+        )
+        for run in runs:
+            target = self._cpu[layer, run.cpu : run.cpu + run.count]
+            target.copy_(self._blocks[run.at : run.at + run.count], non_blocking=True)

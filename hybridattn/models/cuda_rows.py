@@ -1,0 +1,173 @@
+"""The GPU rows of one pass on a CUDA card: Triton plans over the tier's pages and over the staging area.
+
+staging pages   | earlier tokens of the one chunked CPU-tier prompt, then its chunk | prompts that begin here ... |
+                  0 ..                                                                ``Staging.long_pages`` ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import gpu_kernels
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import GPU_TIER, Batch
+from hybridattn.kv.cpu_blocks import Run, runs_of
+from hybridattn.kv.cuda_pages import CudaPages
+from hybridattn.kv.tables import block_table
+from hybridattn.models.config import DecoderConfig
+from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staging:
+    """One layer of pages for prompts whose K,V go to the CPU tier."""
+
+    pages: CudaPages
+    long_pages: int  # pages of the chunked prompt, which come first
+
+    def __post_init__(self) -> None:
+        if not 0 < self.long_pages < self.pages.num_pages:
+            raise InputError(f"staging: long_pages {self.long_pages} of {self.pages.num_pages} pages")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descent:
+    """How a chunk goes down: its place in the scratch pages, and the CPU pages that they become."""
+
+    slots: torch.Tensor  # int64 [count], in the scratch pages
+    runs: tuple[Run, ...]
+    num_pages: int
+    shares_page: bool  # the first page holds earlier tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Consecutive prompt chunks of one tier: one kernel launch per layer."""
+
+    rows: slice
+    pages: CudaPages
+    layered: bool  # pages of all layers (the tier's), or of one (staging)
+    plans: dict[int | None, gpu_kernels.PrefillPlan]  # by window
+
+
+class CudaRows(GpuRows):
+    """GPU rows that attend with the Triton kernels."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        pages: CudaPages,
+        staging: Staging,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        sm_scale: float,
+        place: Callable[[np.ndarray], torch.Tensor],
+    ) -> None:
+        super().__init__(batch, pages.page_size, place)
+        self._pages, self._staging, self._config = pages, staging, config
+        self._dtype, self._sm_scale, self._place = dtype, sm_scale, place
+        self._plans = self._plan_decodes()
+        self._workspace = next(iter(self._plans.values())).make_workspace() if self._plans else None
+        tables = self._staging_tables()
+        self._groups = self._plan_prefills(tables)
+        self._slots, self._staging_slots = self._slot_mappings(tables)
+        self.descents = {id(c): self._descent(c) for c in self.prefills if c.tier != GPU_TIER}
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def _options(self, window: int | None) -> dict:
+        left = -1 if window is None else window - 1
+        return {"q_dtype": self._dtype, "sm_scale": self._sm_scale, "window_left": left}
+
+    def _plan_decodes(self) -> dict:
+        if not self.decodes:
+            return {}
+        table, lens, _ = decode_tables(self.decodes, self._pages.page_size)
+        heads = self._config.shape.num_q_heads
+        return {
+            window: gpu_kernels.plan_decode(
+                *self._pages.cache(), torch.from_numpy(table), torch.from_numpy(lens), heads, **self._options(window)
+            )
+            for window in set(self._config.layer_windows)
+        }
+
+    def _staging_tables(self) -> dict[int, np.ndarray]:
+        """Staging pages of each CPU-tier chunk, by chunk id: with earlier tokens the front, else behind one another."""
+        tables, free = {}, self._staging.long_pages
+        for chunk in self.prefills:
+            if chunk.tier == GPU_TIER:
+                continue
+            count = -(-chunk.end // self._pages.page_size)
+            first = 0 if chunk.start else free
+            free += 0 if chunk.start else count
+            tables[id(chunk)] = np.arange(first, first + count)
+        return tables
+
+    def _plan_prefills(self, tables: dict[int, np.ndarray]) -> tuple[Group, ...]:
+        runs: list[list[PrefillRows]] = []
+        for chunk in self.prefills:
+            if not runs or runs[-1][0].tier != chunk.tier:
+                runs.append([])
+            runs[-1].append(chunk)
+        return tuple(self._group(chunks, tables) for chunks in runs)
+
+    def _group(self, chunks: list[PrefillRows], tables: dict[int, np.ndarray]) -> Group:
+        on_gpu = chunks[0].tier == GPU_TIER
+        pages = self._pages if on_gpu else self._staging.pages
+        table = torch.from_numpy(block_table([(c.blocks if on_gpu else tables[id(c)]).tolist() for c in chunks]))
+        starts = torch.tensor(np.cumsum([0, *(c.count for c in chunks)]), dtype=torch.int32)
+        lens = torch.tensor([c.end for c in chunks], dtype=torch.int32)
+        plans = {
+            window: gpu_kernels.plan_prefill(
+                *pages.cache(), table, starts, lens, self._config.shape.num_q_heads, **self._options(window)
+            )
+            for window in set(self._config.layer_windows)
+        }
+        return Group(slice(chunks[0].first, chunks[-1].rows.stop), pages, on_gpu, plans)
+
+    def _slot_mappings(self, tables: dict[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where each row's K,V go: slots of the tier's pages, and of the staging pages (None: no row); -1: nowhere."""
+        size, page = len(self.positions), self._pages.page_size
+        in_tier, in_staging = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
+        if self.decodes:
+            in_tier[: self.num_decodes] = decode_tables(self.decodes, page)[2]
+        for chunk in self.prefills:
+            if chunk.tier == GPU_TIER:
+                in_tier[chunk.rows] = chunk.slot_mapping
+            else:
+                at = np.arange(chunk.start, chunk.end)
+                in_staging[chunk.rows] = tables[id(chunk)][at // page] * page + at % page
+        return self._place(in_tier), self._place(in_staging) if tables else None
+
+    def _descent(self, chunk: PrefillRows) -> Descent:
+        page = self._pages.page_size
+        first, last = chunk.start // page, -(-chunk.end // page)
+        at = np.arange(chunk.start, chunk.end) - first * page
+        return Descent(self._place(at), runs_of(chunk.blocks[first:last]), last - first, chunk.start % page != 0)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def attend(self, layer: int) -> None:
+        window = self._config.layer_windows[layer]
+        self.out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        self._append(self._pages, layer, self._slots)
+        if self._staging_slots is not None:
+            self._append(self._staging.pages, 0, self._staging_slots)
+        n = self.num_decodes
+        if n:
+            self._plans[window].run(
+                self.q[:n], *self._pages.cache(layer), self.out[:n], workspace=self._workspace,
+                **self._pages.scales(layer),
+            )  # fmt: skip
+        for group in self._groups:
+            at = layer if group.layered else 0
+            group.plans[window].run(
+                self.q[group.rows], *group.pages.cache(at), self.out[group.rows], **group.pages.scales(at)
+            )
+
+    def _append(self, pages: CudaPages, layer: int, slots: torch.Tensor) -> None:
+        gpu_kernels.append_kv(self.k, self.v, *pages.cache(layer), slots, check_ids=False, **pages.scales(layer))

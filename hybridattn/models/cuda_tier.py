@@ -1,0 +1,177 @@
+"""The GPU tier on a CUDA card: Triton attention, fused stages, graphs, and pages that travel in the CPU's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import gpu_kernels
+from cpu_kernels import KVPages
+from hybridattn.core.deferred import Deferred
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import GPU
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
+from hybridattn.kv.cpu_blocks import Blocks, runs_of
+from hybridattn.kv.cuda_pages import TORCH_DTYPES, CudaPages, page_bytes
+from hybridattn.models.cuda_rows import CudaRows, Staging
+from hybridattn.models.exchange import Exchange
+from hybridattn.models.fused_decoder import FusedDecoder
+from hybridattn.models.gpu_rows import GpuRows, PrefillRows
+from hybridattn.models.gpu_tier import Tensors
+from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
+from hybridattn.models.load import LoadedModel
+from hybridattn.models.sampling import SampleRow, first_maximum
+from hybridattn.runtime.config import EngineConfig
+
+
+class CudaTier:
+    """Everything of a model that lives on the card, booked on the device before it is allocated.
+
+    Raises
+    ------
+    InputError
+        A KV dtype that the kernels do not take beside these weights, bf16 on a card without it, too little memory.
+    """
+
+    def __init__(self, model: LoadedModel, device: Any, config: EngineConfig, kv_dtype: str, sm_scale: float) -> None:
+        shape, self._dtype = model.config.shape, model.weights.dtype
+        _check_dtypes(self._dtype, kv_dtype, model.weights.device)
+        self._device, self._config, self._sm_scale = device, model.config, sm_scale
+        self._on, self._page_size = device.torch_device, config.page_size
+        self._shape, self._kv_dtype = shape, kv_dtype
+        device.reserve(GPU_TIER, model.weights.num_bytes(), "the weights")
+        with device.on(GPU):
+            self.decoder = FusedDecoder(model.config, model.weights, config.max_model_len)
+            self._pages = self._new_pages(shape.num_layers, max(1, config.gpu_kv_blocks), "a KV pool")
+            self.cpu_pages = self._open_cpu_pages(max(1, config.cpu_kv_blocks))
+            pin = self._pin if self._pins else None
+            self.exchange = Exchange(device, shape, config.max_num_seqs, self._dtype, self._on, pin)
+            self._open_moves(config)
+            self._graphs = self._open_graphs(config.max_num_seqs)
+
+    def _new_pages(self, num_layers: int, count: int, what: str) -> CudaPages:
+        s = self._shape
+        need = num_layers * count * page_bytes(s.num_kv_heads, self._page_size, s.head_dim, self._kv_dtype)
+        self._device.reserve(GPU_TIER, need, f"{what} of {count} blocks of {self._page_size} tokens")
+        return CudaPages(num_layers, count, s.num_kv_heads, self._page_size, s.head_dim, self._kv_dtype, self._on)
+
+    def _open_cpu_pages(self, count: int) -> KVPages:
+        s, device = self._shape, self._device
+        need = s.num_layers * count * page_bytes(s.num_kv_heads, self._page_size, s.head_dim, self._kv_dtype)
+        device.reserve(CPU_TIER, need, f"a KV pool of {count} blocks of {self._page_size} tokens")
+        pages = KVPages(
+            count, s.num_kv_heads, s.head_dim, self._page_size, self._kv_dtype, num_layers=s.num_layers,
+            cpus=device.cores.pool,
+        )  # fmt: skip
+        self._pins = device.pin(pages.buffer.ctypes.data, pages.nbytes, "the CPU tier's KV pool")
+        return pages
+
+    def _pin(self, tensor: torch.Tensor) -> None:
+        self._device.pin(tensor.data_ptr(), tensor.nbytes, "an exchange slab")
+
+    def _open_moves(self, config: EngineConfig) -> None:
+        """The staging area of CPU-tier prompts, and the blocks of both directions."""
+        page = config.page_size
+        long_pages = -(-config.max_model_len // page)
+        short_pages = -(-config.max_num_batched_tokens // page) + config.max_num_seqs
+        self._staging = Staging(self._new_pages(1, long_pages + short_pages, "a staging area"), long_pages)
+        chunk_pages = -(-config.max_num_batched_tokens // page) + 1
+        scratch = self._new_pages(1, chunk_pages, "scratch for handing down")
+        room = (long_pages + chunk_pages) * self.cpu_pages.page_bytes
+        self._device.reserve(GPU_TIER, room, f"blocks of {long_pages} + {chunk_pages} pages on their way")
+        self._up = Blocks(self.cpu_pages, self._staging.pages, long_pages, self._on)
+        self._down = Blocks(self.cpu_pages, scratch, chunk_pages, self._on)
+
+    def _open_graphs(self, max_rows: int) -> LinearGraphs:
+        device = self._device
+        stream, capture = device.stream(GPU), None
+        if device.graphs:
+            capture = lambda run: device.runtime.capture(stream, run)  # noqa: E731
+        graphs = LinearGraphs(self.decoder, buckets_for(max_rows), capture)
+        device.reserve(GPU_TIER, graphs.nbytes, "buffers of the CUDA graphs")
+        return graphs
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why the linear stages run without CUDA graphs; None where they do not."""
+        return self._graphs.why_eager
+
+    # -- the tier ----------------------------------------------------------------------------------------------------
+
+    def place(self, values: np.ndarray) -> torch.Tensor:
+        with self._device.on(GPU):
+            return torch.from_numpy(values).to(self._on)
+
+    def rows(self, batch: Batch) -> GpuRows:
+        with self._device.on(GPU):
+            return CudaRows(batch, self._pages, self._staging, self._config, self._dtype, self._sm_scale, self.place)
+
+    def between(
+        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._graphs.between(layer, outs, xs, positions)
+
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> Deferred:
+        """The likeliest tokens are found on the card; only the logits of rows that need more go down."""
+        best, top = (_read_back(t) for t in first_maximum(logits))
+        others = [i for i, row in enumerate(rows) if not row.plain]
+        rest = _read_back(logits[others]) if others else None
+
+        def finish() -> list[int]:
+            tokens = best.tolist()
+            for i in torch.nonzero(~torch.isfinite(top)).flatten().tolist():
+                raise InputError(f"logits of row {i} have the maximum {top[i]}, expected a finite number")
+            if rest is not None:
+                for i, token in zip(others, sample(rest, [rows[i] for i in others]), strict=True):
+                    tokens[i] = token
+            return tokens
+
+        return Deferred(finish)
+
+    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+        num_pages = -(-count // self._page_size)
+        runs = runs_of(blocks[:num_pages])
+        return lambda: self._up.up(layer, runs, num_pages)
+
+    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+        assert isinstance(rows, CudaRows)
+        way = rows.descents[id(chunk)]
+        scratch = self._down.scratch
+
+        def run() -> None:
+            if way.shares_page:
+                self._down.up(layer, (replace(way.runs[0], count=1),), 1)
+            k, v = rows.take_kv(layer, chunk)
+            _used_here(k, v)
+            gpu_kernels.append_kv(k, v, *scratch.cache(), way.slots, check_ids=False, **scratch.scales())
+            self._down.down(layer, way.runs, way.num_pages)
+
+        return run
+
+
+def _check_dtypes(dtype: torch.dtype, kv_dtype: str, device: torch.device) -> None:
+    if kv_dtype not in TORCH_DTYPES:
+        raise InputError(f"kv_dtype '{kv_dtype}' is unknown; choose one of {', '.join(TORCH_DTYPES)}")
+    if kv_dtype != "int8" and TORCH_DTYPES[kv_dtype] is not dtype:
+        raise InputError(f"kv_dtype {kv_dtype} beside weights of {dtype}: on cuda K,V have their dtype, or int8")
+    try:
+        gpu_kernels.capability_of(device).refuse_dtype("dtype", dtype)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _used_here(*tensors: torch.Tensor) -> None:
+    """These came from another stream's memory: it may be given away again only after this stream has come by."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _read_back(tensor: torch.Tensor) -> torch.Tensor:
+    """A host copy that is valid once the op has ended."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)

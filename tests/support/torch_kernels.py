@@ -1,0 +1,128 @@
+"""The launchers of ``gpu_kernels`` in plain torch, with the arguments that the framework gives them.
+
+They let the stages of a CUDA card run quickly on the CPU. That the real launchers take the same calls is shown by the
+test that runs the same stages through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
+
+
+class capability_of:  # noqa: N801  # stands for the launcher of that name
+    def __init__(self, device):
+        pass
+
+    def refuse_dtype(self, name, dtype):
+        pass
+
+
+def rms_norm(x, weight, eps, *, residual=None):
+    if residual is not None:
+        residual += x
+        x = residual
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def rope(x, cos, sin, positions, *, check_ids):
+    half = cos.shape[1]
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    x[..., :half], x[..., half : 2 * half] = a * c - b * s, b * c + a * s
+    return x
+
+
+def silu_mul(gate_up):
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def append_kv(k, v, k_cache, v_cache, slot_mapping, *, check_ids, k_scale=None, v_scale=None):
+    rows = torch.nonzero(slot_mapping >= 0).flatten()
+    page, inside = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
+    for x, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        values = x[rows].float()
+        if scales is not None:
+            scale = values.abs().amax(-1) / 127
+            scales[page, :, inside] = scale
+            values = torch.where(scale[..., None] > 0, (values / scale[..., None]).round(), 0.0)
+        cache[page, :, inside] = values.to(cache.dtype)
+
+
+def _keys(cache, scales, table, count):
+    """[count, num_kv_heads, head_dim] float32 of one sequence."""
+    pages = table[: -(-count // cache.shape[2])].long()
+    x = cache[pages].float()
+    if scales is not None:
+        x = x * scales[pages][..., None]
+    return x.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def _attend(q, k, v, scale, window_left):
+    """q [n, heads, dim], the last n positions of the keys."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]
+    allowed = distance >= 0 if window_left < 0 else (distance >= 0) & (distance <= window_left)
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+class _Plan:
+    def __init__(self, table, starts, lens, q_dtype, sm_scale, window_left):
+        self.table, self.starts, self.lens = table.clone(), starts, lens.tolist()
+        self.q_dtype, self.scale, self.window_left = q_dtype, sm_scale, window_left
+
+    def make_workspace(self):
+        return torch.empty(0)
+
+    def run(self, q, k_cache, v_cache, out, *, k_scale=None, v_scale=None, workspace=None):
+        assert q.dtype is self.q_dtype
+        for i, length in enumerate(self.lens):
+            rows = slice(self.starts[i], self.starts[i + 1])
+            k, v = (_keys(c, s, self.table[i], length) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+            out[rows] = _attend(q[rows], k, v, self.scale, self.window_left)
+
+
+def plan_decode(k_cache, v_cache, block_table, seq_lens, num_q_heads, *, q_dtype, sm_scale, window_left):
+    return _Plan(block_table, list(range(len(seq_lens) + 1)), seq_lens, q_dtype, sm_scale, window_left)
+
+
+def plan_prefill(k_cache, v_cache, block_table, starts, seq_lens, num_q_heads, *, q_dtype, sm_scale, window_left):
+    return _Plan(block_table, starts.tolist(), seq_lens, q_dtype, sm_scale, window_left)
+
+
+def _parts(k_cache, v_cache, k_scale, v_scale):
+    layout = Layout(NAMES[k_cache.dtype], k_cache.shape[3], k_cache.shape[2])
+    return layout, ((k_cache, pack_k, unpack_k, 0), (v_cache, pack_v, unpack_v, 1)), (k_scale, v_scale)
+
+
+def _bits(x):
+    return x.view(torch.int16).numpy().view("uint16") if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def pack_for_cpu(k_cache, v_cache, page_ids, out, *, check_ids, k_scale=None, v_scale=None):
+    layout, parts, scales = _parts(k_cache, v_cache, k_scale, v_scale)
+    for cache, pack, _, which in parts:
+        block = torch.from_numpy(pack(_bits(cache[page_ids]), layout).view("uint8"))
+        out[..., which * layout.k_bytes : (which + 1) * layout.k_bytes] = block
+        if scales[which] is not None:
+            at = 2 * layout.k_bytes + which * 4 * layout.page_size
+            out[..., at : at + 4 * layout.page_size] = scales[which][page_ids].view(torch.uint8)
+    return out
+
+
+def unpack_from_cpu(blocks, k_cache, v_cache, page_ids, *, check_ids, k_scale=None, v_scale=None):
+    layout, parts, scales = _parts(k_cache, v_cache, k_scale, v_scale)
+    for cache, _, unpack, which in parts:
+        block = blocks[..., which * layout.k_bytes : (which + 1) * layout.k_bytes].contiguous().numpy()
+        plain = torch.from_numpy(unpack(block.view(layout.numpy_dtype), layout).view("uint8")).view(cache.dtype)
+        cache[page_ids] = plain.view(len(page_ids), *cache.shape[1:])
+        if scales[which] is not None:
+            at = 2 * layout.k_bytes + which * 4 * layout.page_size
+            scales[which][page_ids] = blocks[..., at : at + 4 * layout.page_size].contiguous().view(torch.float32)
