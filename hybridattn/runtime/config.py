@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hybridattn.core.errors import InputError
 
@@ -41,6 +41,10 @@ class EngineConfig:
     op_timeout_ns: int = 60_000_000_000
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"{f.name} must be an integer, got {value!r}")
         if self.page_size not in PAGE_SIZES:
             raise InputError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "run_ahead", "op_timeout_ns"):

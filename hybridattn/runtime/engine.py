@@ -176,7 +176,7 @@ class Engine:
 
     def _begin(self, move: Move) -> None:
         done = partial(self._moved, move)
-        self.executor.move(move.request, move.source, move.tokens, done)
+        self.executor.move(move.request, move.source, move.blocks, move.tokens, done)
 
     def _moved(self, move: Move) -> None:
         self.scheduler.moved(move, self.device.now_ns())

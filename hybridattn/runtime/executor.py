@@ -71,11 +71,13 @@ class Executor:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def move(self, request: Request, source: str, tokens: int, done: Callable[[], None]) -> None:
-        """K,V of ``tokens`` tokens of a request goes from tier ``source`` to the other; ``done`` is called at the end
-        of the first pass after which it has arrived."""
+    def move(
+        self, request: Request, source: str, blocks: Sequence[int], tokens: int, done: Callable[[], None]
+    ) -> None:
+        """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to the blocks that it has now;
+        ``done`` is called at the end of the first pass after which it has arrived."""
         after = () if self._last_down is None else (self._last_down,)
-        ticket = self.device.submit(self.stages.move(request, source, tokens), after)  # type: ignore[attr-defined]
+        ticket = self.device.submit(self.stages.move(request, source, blocks, tokens), after)  # type: ignore[attr-defined]
         if source == GPU_TIER:
             self._last_down = ticket
         self._moving.append((ticket, done))

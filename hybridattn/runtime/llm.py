@@ -113,7 +113,7 @@ class LLM:
             self.stages = stages(self.model, self.device, config, kv_dtype or dtype, backend)
         except BaseException as error:
             self.device.close()  # or its threads would outlive a refused argument
-            if isinstance(error, MemoryError):
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
                 raise InputError(f"this machine has too little memory for what was asked: {error}") from error
             raise
         self.config = config

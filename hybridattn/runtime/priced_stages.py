@@ -87,8 +87,8 @@ class PricedStages:
         work = self._attending[cohort.number][2]
         return Op("fetch out", H2D, work, layer=cohort.layer, requests=cohort.requests)
 
-    def move(self, request: RequestLike, source: str, tokens: int) -> Op:
-        """K,V of a whole request goes from tier ``source`` to the other."""
+    def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
+        """K,V of a whole request goes from ``blocks`` of tier ``source`` to its blocks of the other."""
         lane = D2H if source == GPU_TIER else H2D
         return Op("move k,v", lane, self.cost.move_request(tokens), requests=(request.request_id,))
 

@@ -179,6 +179,7 @@ class Scheduler:
 
     def _move(self, request: Request, tier: str) -> None:
         _discard(self._decoding if request.tier == GPU_TIER else self._idle, request)
+        request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
         self._moves.append(Move(request, tuple(request.blocks), request.num_computed))
         request.tier = tier
         request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self._page))
