@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,25 +13,68 @@ from hybridattn.core.errors import InputError
 
 
 class ResultFolder:
-    """Files of one run. Rows are on disk as soon as they are added."""
+    """Files of one run. Rows are on disk as soon as they are added, also from several processes at once."""
 
     def __init__(self, root: Path, name: str) -> None:
         if not name or Path(name).name != name:
             raise InputError(f"name of an experiment must be a plain folder name, got '{name}'")
         self.path = _new_folder(root / name)
-        self._rows = self.path / "rows.jsonl"
-        self._rows.touch()
+        self.rows_file.touch()
         _point_latest_at(self.path)
 
+    @classmethod
+    def open(cls, path: Path) -> ResultFolder:
+        """An existing folder, to add what is missing."""
+        if not (path / "rows.jsonl").is_file():
+            raise InputError(f"{path} is no result folder: it has no rows.jsonl")
+        folder = cls.__new__(cls)
+        folder.path = path.resolve()
+        return folder
+
+    @property
+    def rows_file(self) -> Path:
+        return self.path / "rows.jsonl"
+
     def add_row(self, row: dict[str, Any]) -> None:
-        """Append one row of plain values."""
-        with self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        """Append one row of plain values, as a single write: rows of other processes never mix with it."""
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        file = os.open(self.rows_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, the last one of each ``point_id``; a line cut off by a kill is left out."""
+        found: dict[Any, dict[str, Any]] = {}
+        for number, line in enumerate(self.rows_file.read_text(encoding="utf-8").splitlines()):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            found[row.get("point_id", number)] = row
+        return list(found.values())
+
+    def mend(self) -> None:
+        """End a line that a kill has cut off, so that the next row gets a line of its own."""
+        text = self.rows_file.read_bytes()
+        if text and not text.endswith(b"\n"):
+            with self.rows_file.open("ab") as file:
+                file.write(b"\n")
 
     def write_json(self, name: str, document: Any) -> Path:
         path = self.path / name
         path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
+
+    def read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """``row`` with NaN and infinities as None; ``not_finite`` names them, where there are any."""
+    bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {**row, **dict.fromkeys(bad), "not_finite": ",".join(bad)} if bad else row
 
 
 def _new_folder(parent: Path) -> Path:

@@ -1,35 +1,107 @@
-"""The one app: ``python -m experiments.run +experiment=NAME [key=value ...]``."""
+"""The one app: ``python -m experiments.run +experiment=NAME [key=value ...] [key=a,b,c ...]``.
+
+A value with commas is swept. Exit codes: 0 all points ran, 1 some failed, 2 what was asked for is not possible,
+130 interrupted. ``resume=true`` goes on with the latest sweep of the experiment.
+"""
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
+from experiments.compose import Composed, configs
+from experiments.finish import finish
 from experiments.results import ResultFolder
+from experiments.settings import find
+from experiments.sweep import Sweep
+from experiments.track import track
 from hybridattn.core.errors import HybridAttnError, InputError
 
+INTERRUPTED = "interrupted"
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="config")
-def run(config: DictConfig) -> None:
-    """Find the experiment's runner, give it its settings and a fresh result folder."""
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="experiments.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("overrides", nargs="*", help="+experiment=NAME and hydra overrides")
+    p.add_argument("-m", "--multirun", action="store_true", help="accepted; a value with commas is swept in any case")
+    p.add_argument("-c", "--cfg", action="store_true", help="print the composed configuration and end")
+    args = p.parse_args(argv)
     try:
-        if not config.name:
-            raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
-        module, _, function = config.runner.partition(":")
-        runner = getattr(importlib.import_module(module), function)
-        settings = runner.settings(config.settings)
-        runner(settings, ResultFolder(Path(config.results_root), config.name))
+        with configs() as composer:
+            composed = composer.sweep(args.overrides, _check)
+            if args.cfg:
+                print(OmegaConf.to_yaml(OmegaConf.masked_copy(composed.master, _own_keys(composed.master))), end="")
+                return 0
+            if not composed.master.name:
+                raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
+            if composed.master.runner:
+                return _run_whole(composed)
+            return _run_sweep(Sweep(composer, composed, Console()))
     except InputError as error:
         print(f"experiments.run: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except HybridAttnError as error:
         print(f"experiments.run: {error}", file=sys.stderr)
-        sys.exit(1)
+        return 1
+
+
+def _own_keys(config: DictConfig) -> list[str]:
+    return [str(key) for key in config if key != "hydra"]
+
+
+def _check(config: DictConfig) -> None:
+    """The settings of a composed point fit the schema of what runs them."""
+    for what in ("runner", "point"):
+        if config[what]:
+            find(config[what], what).settings(config.settings)
+
+
+def _run_whole(composed: Composed) -> int:
+    """An experiment that is not a sweep."""
+    config = composed.master
+    if len(composed.points) > 1:
+        raise InputError(f"{config.name} is no sweep: it takes one value per key")
+    runner = find(config.runner, "runner")
+    runner(runner.settings(config.settings), ResultFolder(Path(config.results_root), config.name))
+    return 0
+
+
+def _run_sweep(sweep: Sweep) -> int:
+    if not sweep.composed.master.point:
+        raise InputError(f"experiment {sweep.name} says neither which runner nor which point to run")
+    stopped = ""
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+    except InputError:
+        raise
+    except Exception as error:  # a worker process was killed, a cluster went away: the rows that came are kept
+        stopped = f"the launcher {sweep.composed.launcher} failed ({type(error).__name__}: {error})"
+    outcome = sweep.outcome()
+    finish(sweep.folder, sweep.composed.master, sweep.console)
+    track(sweep.folder, sweep.composed.master.tracker, sweep.console)
+    return _report(sweep, outcome, stopped)
+
+
+def _report(sweep: Sweep, outcome: Any, stopped: str) -> int:
+    print_ = sweep.console.print
+    for row in sweep.folder.rows():
+        if row["status"] == "failed":
+            print_(f"failed: {row['point_id']}: {row['error']}", highlight=False, soft_wrap=True, markup=False)
+    if outcome.missing:
+        print_(f"{stopped or 'stopped'}: {outcome.missing} points have not run; go on with resume=true", highlight=False, soft_wrap=True)
+    print_(f"{outcome.ok} points ran, {outcome.failed} failed; results: {sweep.folder.path}", highlight=False, soft_wrap=True)
+    if stopped == INTERRUPTED:
+        return 130
+    return 0 if not outcome.failed and not outcome.missing else 1
 
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

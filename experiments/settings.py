@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from hybridattn.core.errors import InputError
 T = TypeVar("T")
 
 
-def parse(schema: type[T], given: DictConfig) -> T:
+def parse(schema: type[T], given: DictConfig | dict[str, Any] | None) -> T:
     """An instance of the dataclass ``schema``; InputError names a misspelt key or a value of the wrong type."""
     try:
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given or {}))
@@ -25,11 +26,23 @@ def parse(schema: type[T], given: DictConfig) -> T:
     return found
 
 
-def experiment(schema: type[T]) -> Callable[[Callable[[T, Any], None]], Callable[[T, Any], None]]:
-    """Marks a runner and ties it to the schema of its settings."""
+def experiment(schema: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a runner or a point and ties it to the schema of its settings."""
 
-    def mark(runner: Callable[[T, Any], None]) -> Callable[[T, Any], None]:
-        runner.settings = lambda given: parse(schema, given)  # type: ignore[attr-defined]
-        return runner
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.settings = lambda given: parse(schema, given)  # type: ignore[attr-defined]
+        return function
 
     return mark
+
+
+def find(path: str, what: str) -> Any:
+    """The marked function at ``package.module:function``."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"{what} '{path}' cannot be imported: {error}") from error
+    if not hasattr(found, "settings"):
+        raise InputError(f"{what} '{path}' is not marked with @experiment(its settings)")
+    return found

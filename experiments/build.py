@@ -1,0 +1,98 @@
+"""Objects from a typed configuration: the priced machine, the policy, the workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from experiments.schema import App, Target
+from experiments.sim.machines import kv_tokens
+from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.op import GPU, Work
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.pricing import PriceModel, Pricing
+from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.devices.sim import SimDevice
+from hybridattn.policies.base import Policy
+from hybridattn.policies.registry import POLICIES, make_policy
+from hybridattn.workload.item import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """A price and what is exposed beside it, e.g. a launch that is not hidden."""
+
+    model: PriceModel
+    extra_ns: int
+
+    def price_ns(self, work: Work) -> int:
+        return self.model.price_ns(work) + self.extra_ns
+
+
+def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
+    """``pricing`` with ``extra_ns`` more for every linear stage on the GPU; its fingerprint says so."""
+    if extra_ns < 0:
+        raise InputError(f"exposed time must not be negative, got {extra_ns} ns")
+    if not extra_ns:
+        return pricing
+    models: Mapping[tuple[str, str], PriceModel] = {
+        key: Exposed(model, extra_ns) if key == (GPU, "linear") else model for key, model in pricing.models.items()
+    }
+    return replace(pricing, fingerprint=f"{pricing.fingerprint} +{extra_ns / 1e3:g} us a layer", models=models)
+
+
+def pricing_of(app: App) -> Pricing:
+    """Prices of the machine of ``hardware``."""
+    h = app.hardware
+    return machine(h.gpu, h.cpu, h.link)
+
+
+def cost_of(app: App) -> ModelCost:
+    """Work of the model of ``model``."""
+    return ModelCost(shape(app.model.shape), app.model.dtype)
+
+
+def kv_room(app: App) -> tuple[int, int]:
+    """Tokens of K,V on the GPU and on the CPU tier: as configured, else what fits beside the weights."""
+    h = app.hardware
+    gpu, cpu = kv_tokens(h.gpu, h.cpu, app.model.shape, app.model.dtype)
+    return (gpu if h.gpu_kv_tokens is None else h.gpu_kv_tokens), (cpu if h.cpu_kv_tokens is None else h.cpu_kv_tokens)
+
+
+def policy_of(app: App, costs: Costs | None = None) -> Policy:
+    """The policy of ``policy``: its ``_target_`` is a name of the registry or an import path."""
+    target = app.policy._target_
+    if target not in POLICIES:
+        module, _, name = target.rpartition(".")
+        target = f"{module}:{name}"
+    return make_policy(target, costs, **{k: v for k, v in app.policy.options.items() if v is not None})
+
+
+def sim_device(app: App, pricing: Pricing, record: bool = False) -> SimDevice:
+    """A simulated device with the driver's costs of ``device``."""
+    d = app.device
+    return SimDevice(pricing, record=record, submit_ns=round(d.submit_us * 1e3), poll_ns=round(d.poll_us * 1e3))
+
+
+def workload_of(app: App) -> Workload:
+    """The workload of ``workload``: its ``_target_`` called with its options."""
+    found = made(app.workload)
+    if not isinstance(found, Workload):
+        raise InputError(f"workload {app.workload.label}: {app.workload._target_} made a {type(found).__name__}")
+    return found
+
+
+def made(target: Target) -> Any:
+    """What ``_target_`` makes of its options; an InputError of ours is passed on as it is."""
+    try:
+        return instantiate({"_target_": target._target_, **target.options})
+    except InstantiationException as error:
+        if isinstance(error.__cause__, HybridAttnError):
+            raise error.__cause__ from error
+        raise InputError(f"{target.label}: {str(error).splitlines()[0]}") from error

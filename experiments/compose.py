@@ -1,0 +1,165 @@
+"""Composition: what stands on the command line becomes one master configuration and the points of a sweep.
+
+    +experiment=ratio  policy=a,b  device.exposed_us=50
+           |                |              |
+        fixed            swept           fixed      ->  master = config + fixed;  points = fixed x every swept value
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.schema import App, register
+from hybridattn.core.errors import InputError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NEVER_SWEPT = ("experiment", "launcher", "hydra/launcher", "tracker", "paths", "resume", "results_root", "repeats")
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A sweep as composed: the master configuration and, per point, the overrides that tell it apart.
+
+    ``fixed`` goes into every point; a point's overrides come last.
+    """
+
+    master: DictConfig
+    fixed: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...]
+
+    @property
+    def launcher(self) -> str:
+        """The launcher that the master configuration really uses."""
+        return str(self.master.hydra.runtime.choices["hydra/launcher"])
+
+
+@contextmanager
+def configs(folder: Path = CONFIGS) -> Iterator[Composer]:
+    """Hydra initialised on ``folder`` for the time of a with block."""
+    register()
+    with initialize_config_dir(str(folder.resolve()), version_base="1.3", job_name="experiments"):
+        yield Composer()
+
+
+class Composer:
+    """Composes within :func:`configs`. Every error is an InputError of one sentence."""
+
+    def __init__(self) -> None:
+        self.hydra = GlobalHydra.instance().hydra
+        assert self.hydra is not None
+        self._parser = OverridesParser.create(config_loader=self.hydra.config_loader)
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """One configuration, with hydra's own node."""
+        assert self.hydra is not None
+        try:
+            return self.hydra.compose_config(
+                "config", list(overrides), run_mode=RunMode.RUN, with_log_configuration=False, from_shell=True
+            )
+        except (HydraException, OmegaConfBaseException) as error:
+            raise InputError(sentence(error)) from error
+
+    def sweep(self, overrides: Sequence[str], check: Callable[[DictConfig], None] = lambda config: None) -> Composed:
+        """The master configuration and all points; every value of every axis has been composed once and ``check``ed."""
+        parsed = self._parse(overrides)
+        swept = [o for o in parsed if o.is_sweep_override()]
+        for o in swept:
+            if o.get_key_element().lstrip("+~") in NEVER_SWEPT:
+                raise InputError(f"{o.get_key_element().lstrip('+~')} takes one value, got {o.input_line}")
+        fixed = tuple(o.input_line or "" for o in parsed if not o.is_sweep_override())
+        master = self.compose(fixed)
+        axes = self._axes(master, parsed, swept)
+        base = (*fixed, *(values[0] for values in axes.values()))
+        for probe in dict.fromkeys((*base, value) for values in axes.values() for value in values) or [base]:
+            point = self.compose(probe)
+            self._check_launcher(master, point, probe[-1] if probe else "")
+            check(point)
+        return Composed(master, fixed, tuple(itertools.product(*axes.values())))
+
+    def _parse(self, lines: Sequence[str]) -> list[Override]:
+        try:
+            return self._parser.parse_overrides(list(lines))
+        except HydraException as error:
+            raise InputError(sentence(error)) from error
+
+    def _axes(self, master: DictConfig, parsed: list[Override], swept: list[Override]) -> dict[str, list[str]]:
+        """Axis key -> overrides. The command line wins over the experiment file; repeats come last."""
+        given = {o.get_key_element().lstrip("+"): o for o in parsed}
+        axes = {}
+        for key, values in master.sweep.items():
+            if str(key) not in given:
+                axes[str(key)] = self._parse([f"{key}={_text(values)}"])[0]
+        axes |= {o.get_key_element(): o for o in swept}
+        found = {key: _values(key, o) for key, o in axes.items()}
+        if master.repeats < 1:
+            raise InputError(f"repeats must be at least 1, got {master.repeats}")
+        if master.repeats > 1:
+            found["repeat"] = [f"repeat={i}" for i in range(master.repeats)]
+        return found
+
+    @staticmethod
+    def _check_launcher(master: DictConfig, point: DictConfig, where: str) -> None:
+        asked, used = (c.hydra.runtime.choices["hydra/launcher"] for c in (point, master))
+        if asked != used:
+            raise InputError(
+                f"{where} chooses the launcher {asked} inside a sweep that {used} launches: choose it with "
+                f"launcher={asked} on the command line"
+            )
+
+
+def _values(key: str, override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [f"{key}={override.get_value_element_as_str()}"]
+    if not override.is_discrete_sweep():
+        raise InputError(f"{override.input_line}: only lists, choice and range can be swept")
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _text(values: Any) -> str:
+    """A sweep of the experiment file as on the command line."""
+    if OmegaConf.is_list(values):
+        return ",".join(str(v).lower() if isinstance(v, bool) else "null" if v is None else str(v) for v in values)
+    return str(values)
+
+
+def app_of(config: DictConfig) -> App:
+    """The typed configuration of a point, interpolations resolved."""
+    try:
+        plain = copy.deepcopy(config)
+        with open_dict(plain):
+            plain.pop("hydra", None)
+        found = OmegaConf.to_object(plain)
+    except OmegaConfBaseException as error:
+        raise InputError(sentence(error)) from error
+    assert isinstance(found, App)
+    return found
+
+
+def sentence(error: BaseException) -> str:
+    """The message of a composition error in one sentence: what is wrong, and what there is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        lines.insert(1, str(cause).splitlines()[0])
+    noise = ("full_key", "object_type", "reference_type", "To append to your config", "Set the env", "Config search")
+    kept = list(dict.fromkeys(line for line in lines if not line.startswith(noise) and not line.startswith("provider")))
+    options = next((i for i, line in enumerate(kept) if line.startswith("Available options")), None)
+    if options is not None:
+        head = [line for line in kept[:options] if not line.startswith("In '")] or kept[:options]
+        return f"{' '.join(head)}; available are {', '.join(k for k in kept[options + 1 :] if k != 'schema')}"
+    return ": ".join(line.rstrip(".") for line in kept)

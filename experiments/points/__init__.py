@@ -1,0 +1,1 @@
+"""Points: what one row of a sweep measures or simulates. Each takes the typed configuration and its own settings."""

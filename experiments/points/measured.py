@@ -1,0 +1,70 @@
+"""A measured point: the same requests on a real device under a policy, with a GPU tier that holds so many of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from experiments.build import policy_of
+from experiments.schema import App
+from hybridattn import LLM, SamplingParams
+from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.core.stages import CPU_TIER
+from hybridattn.core.trace import violations
+from hybridattn.metrics.report import run_metrics
+from hybridattn.models.load import load
+
+PAGE = 32
+KEPT = (
+    "output_tokens_per_s", "ttft_mean_ns", "ttft_p99_ns", "tpot_mean_ns", "tpot_gpu_tier_mean_ns",
+    "tpot_cpu_tier_mean_ns", "e2el_mean_ns", "overlap_fraction", "gpu_bubble_fraction", "polls_made", "polls_hit",
+    "polls_missed", "joins", "skips", "waits", "detours", "layers_per_iteration", "cpu_share_busy_time_fraction",
+    "cpu_share_work_fraction", "completed", "failed", "duration_ns",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _model(name: str, dtype: str) -> Any:
+    """Weights, shared by the points of a process: loading takes longer than a small point."""
+    return load(name, dtype=dtype)
+
+
+def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """Serve ``total`` requests of equal lengths, all at once, where the GPU tier holds ``gpu_rows`` of them.
+
+    Under a policy without the CPU tier the others wait in the queue. The time counts from the first arrival to the last
+    token, prefill included; a warm-up call before it is left out.
+    """
+    if not app.model.load:
+        raise InputError(f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}")
+    pages = -(-(prompt_tokens + output_tokens) // PAGE)
+    policy = policy_of(app)
+    with LLM(
+        model=_model(app.model.load, app.model.dtype),
+        device=app.device.name,
+        policy=policy,
+        dtype=app.model.dtype,
+        gpu_kv_blocks=gpu_rows * pages,
+        cpu_kv_blocks=total * pages,
+        page_size=PAGE,
+        max_num_seqs=max(64, total),
+    ) as llm:
+        vocabulary = llm.model.config.shape.vocab_size
+        prompts = [
+            [(7 + 31 * app.repeat + 13 * i + 3 * j) % vocabulary for j in range(prompt_tokens)] for i in range(total)
+        ]
+        llm.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
+        llm.trace(), llm.take_records()
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True))
+        trace, records = llm.trace(), llm.take_records()
+    broken = violations(trace.spans)
+    if broken:
+        raise DeviceError(f"the trace breaks {len(broken)} invariants, the first: {broken[0]}")
+    found = run_metrics(records, trace)
+    on_cpu = sum(o.tier == CPU_TIER for o in outputs)
+    return {
+        "kind": found.kind, "device": found.device, "profile": found.profile,
+        "gpu_rows": gpu_rows, "cpu_rows": on_cpu, "requests": total, "num_layers": records.num_layers,
+        "tokens_per_s": found["output_tokens_per_s"],
+        **{name: found[name] for name in KEPT},
+    }  # fmt: skip

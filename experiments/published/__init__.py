@@ -1,0 +1,28 @@
+"""Published points, drawn beside ours. Each file names its source in its first lines."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from hybridattn.analysis.figure import Line
+from hybridattn.analysis.series import Panel, Question
+from hybridattn.core.errors import InputError
+
+FOLDER = Path(__file__).parent
+
+
+def published_lines(name: str, panel: Panel, question: Question) -> list[Line]:
+    """Points of ``name``.csv for a panel (columns panel, series, x, y; ``#`` begins a comment); none without a name."""
+    if not name:
+        return []
+    path = FOLDER / f"{name}.csv"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.csv")))
+        raise InputError(f"published points '{name}' are unknown; known are {known or 'none'}")
+    text = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in csv.DictReader(text):
+        if row["panel"] == panel.label:
+            points.setdefault(row["series"], []).append((float(row["x"]), float(row["y"])))
+    return [Line(label, *(tuple(v) for v in zip(*sorted(at), strict=True)), published=True) for label, at in points.items()]

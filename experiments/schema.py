@@ -1,0 +1,135 @@
+"""What a configuration may say: typed groups, so that a misspelt key or an impossible value fails at composition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class Hardware:
+    """A machine by names of shipped profiles or paths of profile files. KV room not given follows from the profiles."""
+
+    label: str = MISSING
+    gpu: str = MISSING
+    cpu: str = MISSING
+    link: str = MISSING
+    gpu_kv_tokens: int | None = None
+    cpu_kv_tokens: int | None = None
+
+
+@dataclass
+class Model:
+    """A shape of ``hybridattn.cost.catalog`` for simulations, and what ``LLM(model=...)`` loads on real devices."""
+
+    label: str = MISSING
+    shape: str = MISSING
+    dtype: str = "fp16"
+    load: str = ""
+
+
+@dataclass
+class Target:
+    """Something of the user's choice: the import path of a class or function, and its arguments."""
+
+    label: str = MISSING
+    _target_: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Device:
+    """Where it runs. The times are those of a simulated driver and apply to ``sim`` only.
+
+    exposed_us : extra time of every linear stage under a policy that uses the CPU tier (a launch that is not hidden)
+    """
+
+    name: str = MISSING
+    submit_us: float = 0.0
+    poll_us: float = 0.0
+    exposed_us: float = 0.0
+
+
+@dataclass
+class Tracker:
+    """A second sink beside the result folder."""
+
+    name: str = "none"
+    project: str = "hybridattn"
+    mode: str = "offline"
+    tags: list[str] = field(default_factory=list)
+    timeout_s: float = 20.0
+
+
+@dataclass
+class Paths:
+    """results : root of the result folders; data : public traces, where an experiment reads one."""
+
+    results: str = "results"
+    data: str = "../shared/data"
+
+
+@dataclass
+class Analysis:
+    """How rows become figures and a crossover.
+
+    x, y : columns; ``y`` of a series over that of ``baseline`` is its gain where ``relative``
+    panels : columns whose values make a panel each
+    candidate : the series whose crossover goes to summary.json, in the first panel (``panel`` chooses another one)
+    theory : name of a line of ``experiments.theory`` drawn beside the points
+    published : a file of published points under experiments/published
+    """
+
+    x: str = ""
+    x_label: str = ""
+    unit: str = ""
+    y: str = ""
+    y_label: str = ""
+    series: str = "policy"
+    panels: list[str] = field(default_factory=list)
+    baseline: str = ""
+    candidate: str = ""
+    panel: str = ""
+    relative: bool = True
+    log_x: bool = False
+    log_y: bool = False
+    theory: str = ""
+    published: str = ""
+
+
+@dataclass
+class App:
+    """The root. ``runner`` does an experiment as a whole; ``point`` does one point of a sweep."""
+
+    name: str = ""
+    title: str = ""
+    runner: str = ""
+    point: str = ""
+    results_root: str = "results"
+    settings: dict[str, Any] = field(default_factory=dict)
+    sweep: dict[str, Any] = field(default_factory=dict)  # override key -> values, as on the command line
+    repeats: int = 1
+    repeat: int = 0
+    point_seconds: float = 1.0  # expected, for the projection before anything is known
+    resume: Any = False  # true: the latest folder of this experiment; or the path of one
+    fail_fast: bool = False
+    hardware: Hardware = field(default_factory=Hardware)
+    model: Model = field(default_factory=Model)
+    workload: Target = field(default_factory=Target)
+    policy: Target = field(default_factory=Target)
+    device: Device = field(default_factory=Device)
+    tracker: Tracker = field(default_factory=Tracker)
+    paths: Paths = field(default_factory=Paths)
+    analysis: Analysis = field(default_factory=Analysis)
+
+
+def register() -> None:
+    """Make the schemas known to hydra. Idempotent."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=App)
+    groups = {"hardware": Hardware, "model": Model, "workload": Target, "policy": Target, "device": Device}
+    for group, node in {**groups, "tracker": Tracker, "paths": Paths}.items():
+        store.store(group=group, name="schema", node=node)

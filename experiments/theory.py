@@ -1,0 +1,64 @@
+"""Closed forms as lines beside the points of a sweep (``docs/crossover.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hybridattn.analysis.figure import Line
+from hybridattn.analysis.series import Panel, Question
+from hybridattn.core.errors import InputError
+from hybridattn.cost.crossover import ap_gain, capacity_gain_bound, overlap_gain
+
+
+def theory_lines(name: str, panel: Panel, question: Question) -> list[Line]:
+    """The lines called ``name`` for a panel; none for an empty name."""
+    if not name:
+        return []
+    if name not in LINES:
+        raise InputError(f"theory '{name}' is unknown; known are {', '.join(LINES)}")
+    return LINES[name](panel, question)
+
+
+def _grid(panel: Panel, question: Question) -> np.ndarray:
+    xs = [float(r[question.x]) for r in panel.rows]
+    low, high = min(xs), max(xs)
+    return np.geomspace(low, high, 60) if question.log_x and low > 0 else np.linspace(low, high, 60)
+
+
+def _one_layer_overlap(panel: Panel, question: Question) -> list[Line]:
+    """Section 3: one layer per pass, CPU not saturated."""
+    row = next((r for r in panel.rows if r.get("stretch") is not None), None)
+    if row is None:
+        return []
+    d, layers = float(row["stretch"]), int(row["num_layers"])
+    xs = _grid(panel, question)
+    if len({float(r["stretch"]) for r in panel.rows if r.get("stretch") is not None}) > 1:
+        raise InputError(f"panel {panel.label} mixes several values of stretch")
+    label = "theory: one layer per pass"
+    return [Line(label, tuple(xs), tuple(overlap_gain(x, d, layers) for x in xs))]
+
+
+def _eq6(panel: Panel, question: Question) -> list[Line]:
+    """Section 2: asymmetric pipelining, the CPU always busy; over the ratio of rates r = N_G / N_C."""
+    x = float(panel.rows[0]["attention_over_linear"])
+    rs = _grid(panel, question)
+    return [Line("theory: asymmetric pipelining", tuple(rs), tuple(ap_gain(x, r) for r in rs))]
+
+
+def _capacity(panel: Panel, question: Question) -> list[Line]:
+    """Section 1: what CPU help could gain at most when everything fits (drawn up to a demand of 1)."""
+    inside = [r for r in panel.rows if float(r[question.x]) <= 1 and r.get("rate_ratio") is not None]
+    best: dict[float, float] = {}
+    for r in inside:
+        best[float(r[question.x])] = capacity_gain_bound(float(r["attention_over_linear"]), float(r["rate_ratio"]))
+    xs = sorted(best)
+    return [Line("bound while all KV fits", tuple(xs), tuple(best[x] for x in xs))] if xs else []
+
+
+LINES: dict[str, Callable[[Panel, Question], list[Line]]] = {
+    "one_layer_overlap": _one_layer_overlap,
+    "eq6": _eq6,
+    "capacity": _capacity,
+}
