@@ -37,7 +37,7 @@ from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.handover import HandoverLane
 
 HANDOVERS = ("auto", "stream", "poll")
-_UNSEEN = 64
+_UNSEEN = 32
 _START_NS = 30_000_000_000  # longest wait for the idle card when the device opens
 
 
@@ -233,10 +233,12 @@ class CudaDevice:
             return True
 
     def _settle_through(self, ticket: StreamTicket) -> None:
-        """The lane is in order: whatever is before ``ticket`` has ended too."""
+        """The lane is in order: whatever is before ``ticket`` has ended too, and so has what each came after."""
         lane = self._open[ticket.op.lane]
         while lane:
             first = lane.popleft()
+            for earlier in first.after:
+                earlier.done()  # settles it, so that its times are known
             if self.broken is None:
                 first.settle(None, self._clock.gpu_ns(first.begun), self._clock.gpu_ns(first.finished))
             else:

@@ -17,11 +17,10 @@ from hybridattn.core.errors import InputError
 
 Stream = Any
 Event = Any
-_HOST_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class CudaRuntime(Protocol):
-    """CUDA as the device sees it. Nothing here waits, except ``capture``."""
+    """CUDA as the device sees it. Nothing here waits, except ``synchronize`` and ``capture``."""
 
     gpu_name: str
     torch_device: str  # where tensors of the GPU tier live
@@ -69,6 +68,10 @@ class CudaRuntime(Protocol):
         ...
 
     def unpin(self, address: int) -> None: ...
+
+    def synchronize(self) -> None:
+        """Wait for everything on the card, default stream included: only while a model is being opened."""
+        ...
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
         """Record what ``run`` enqueues as a graph; the result replays it. RuntimeError where it cannot be."""
@@ -138,15 +141,21 @@ class TorchCuda:
     def unpin(self, address: int) -> None:
         _check(torch.cuda.cudart().cudaHostUnregister(address), "unpinning")
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()  # graphs replay one after the other: they share scratch
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             run()  # compiles kernels and makes library handles, none of which may happen inside a capture
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+            stream.synchronize()
+            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         return graph.replay
 
 
@@ -160,8 +169,9 @@ def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None
     for soname, symbol in (("libcudart.so", "cudaLaunchHostFunc"), ("libcuda.so", "cuLaunchHostFunc")):
         path = loaded_library(soname, Path("/proc/self/maps"))
         if path is not None:
-            address = ctypes.cast(getattr(ctypes.CDLL(path), symbol), ctypes.c_void_p).value
-            return _HOST_FUNCTION(address), None  # type: ignore[return-value]
+            launch = getattr(ctypes.CDLL(path), symbol)
+            launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int
+            return launch, None
     return None, "neither libcudart nor libcuda is loaded in this process"
 
 

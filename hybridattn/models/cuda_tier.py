@@ -44,6 +44,7 @@ class CudaTier:
         self._on, self._page_size = device.torch_device, config.page_size
         self._shape, self._kv_dtype = shape, kv_dtype
         device.reserve(GPU_TIER, model.weights.num_bytes(), "the weights")
+        device.runtime.synchronize()  # the weights were written by another stream
         with device.on(GPU):
             self.decoder = FusedDecoder(model.config, model.weights, config.max_model_len)
             self._pages = self._new_pages(shape.num_layers, max(1, config.gpu_kv_blocks), "a KV pool")
@@ -52,6 +53,7 @@ class CudaTier:
             self.exchange = Exchange(device, shape, config.max_num_seqs, self._dtype, self._on, pin)
             self._open_moves(config)
             self._graphs = self._open_graphs(config.max_num_seqs)
+        device.runtime.synchronize()  # what was made here is used by the copy streams too
 
     def _new_pages(self, num_layers: int, count: int, what: str) -> CudaPages:
         s = self._shape
@@ -103,8 +105,11 @@ class CudaTier:
     # -- the tier ----------------------------------------------------------------------------------------------------
 
     def place(self, values: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(values)
+        if self._on == "cpu":
+            return host
         with self._device.on(GPU):
-            return torch.from_numpy(values).to(self._on)
+            return host.pin_memory().to(self._on, non_blocking=True)
 
     def rows(self, batch: Batch) -> GpuRows:
         with self._device.on(GPU):
@@ -119,7 +124,8 @@ class CudaTier:
         """The likeliest tokens are found on the card; only the logits of rows that need more go down."""
         best, top = (_read_back(t) for t in first_maximum(logits))
         others = [i for i, row in enumerate(rows) if not row.plain]
-        rest = _read_back(logits[others]) if others else None
+        # no indexing by a list: it would copy the list up and wait for the stream
+        rest = _read_back(torch.stack([logits[i] for i in others])) if others else None
 
         def finish() -> list[int]:
             tokens = best.tolist()

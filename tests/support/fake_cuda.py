@@ -155,6 +155,9 @@ class FakeCuda:
     def unpin(self, address):
         del self.pinned[address]
 
+    def synchronize(self):
+        pass
+
     def capture(self, stream, run):
         run()
         return run

@@ -7,6 +7,7 @@ test that runs the same stages through Triton's interpreter.
 from __future__ import annotations
 
 import torch
+
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}

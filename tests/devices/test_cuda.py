@@ -1,0 +1,325 @@
+"""The CUDA device's state machine on a fake runtime whose streams advance in an order that a seed chooses."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from fake_cuda import GIB, FakeCuda
+
+from cpu_kernels import KVPages, plan_decode
+from cpu_kernels.pages import pack
+from cpu_kernels.reference import decode_reference
+from hybridattn.core.deferred import Deferred
+from hybridattn.core.device import Span
+from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.op import CPU, D2H, GPU, H2D, SKIPPED, Op, Work
+from hybridattn.core.trace import violations
+from hybridattn.devices.cuda import CudaDevice
+from hybridattn.devices.cuda_clock import GpuClock
+from hybridattn.devices.cuda_runtime import loaded_library
+from hybridattn.devices.cuda_spans import spans_of
+
+SECOND = 1_000_000_000
+SEEDS = range(12)
+
+
+@pytest.fixture
+def opened():
+    """``opened(runtime, **options)`` -> device; all are closed at the end."""
+    devices = []
+
+    def open_one(runtime, **options):
+        devices.append(CudaDevice(runtime=runtime, **options))
+        return devices[-1]
+
+    yield open_one
+    for device in devices:
+        device.close()
+
+
+def op(name, lane, run=None, native=None, priority=0):
+    return Op(name, lane, Work("other", 0, 0, 1), run, native=native, requests=(f"owner-of-{name}",), priority=priority)
+
+
+class Attention:
+    """One native decode step over two rows whose queries come down from the "card"."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.pages = KVPages(2, 1, 16, 16, "fp32")
+        self.k, self.v = (rng.standard_normal((2, 1, 16, 16)).astype(np.float32) for _ in range(2))
+        pack(self.pages, 0, [0, 1], self.k, self.v)
+        self.table, self.lens = np.array([[0], [1]], np.int32), np.array([16, 7], np.int32)
+        self.plan = plan_decode(self.pages, self.table, self.lens, 2, slot_mapping=[-1, -1])
+        self.on_gpu, self.q = (np.full((2, 2, 16), np.nan, np.float32) for _ in range(2))
+        self.out = np.full((2, 2, 16), np.nan, np.float32)
+        self.query = rng.standard_normal((2, 2, 16)).astype(np.float32)
+
+    def submit(self, device):
+        """linear writes q, send copies it down, cpu.attention attends: the ticket of the last."""
+        made = device.submit(op("linear", GPU, lambda: self.on_gpu.__setitem__(..., self.query)))
+        sent = device.submit(op("send", D2H, lambda: self.q.__setitem__(..., self.on_gpu)), (made,))
+        native = lambda pool: pool.submit(self.plan, self.q, self.out)  # noqa: E731
+        return device.submit(op("attention", CPU, native=native), (sent,))
+
+    def right(self):
+        truth, _ = decode_reference(self.query, self.k, self.v, self.table, self.lens)
+        return bool(np.allclose(self.out, truth, atol=1e-5))
+
+
+# -- hand-over -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handover", ["stream", "poll"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_attention_starts_after_the_copy_whoever_hands_over(opened, seed, handover):
+    runtime = FakeCuda(seed)
+    device = opened(runtime, handover=handover)
+    attention = Attention()
+    ticket = attention.submit(device)
+    ticket.wait(5 * SECOND)
+    assert attention.right()
+    assert runtime.host_calls == (handover == "stream")
+    device.submit(op("fetch", H2D), (ticket,)).wait(SECOND)
+    spans = device.drain(SECOND)
+    assert violations(spans) == [] and len(spans) == 4
+
+
+def test_without_waits_the_same_check_fires(opened):
+    """The mutation of the test above: some order of the streams must now give a wrong result."""
+    wrong = 0
+    for seed in SEEDS:
+        device = opened(FakeCuda(seed, forget=("waits",)))
+        attention = Attention()
+        attention.submit(device).wait(5 * SECOND)
+        wrong += not attention.right()
+    assert wrong > 0
+
+
+def test_host_calls_are_optional_and_auto_says_which(opened):
+    assert opened(FakeCuda()).handover == "stream"
+    assert opened(FakeCuda(host_call=False)).handover == "poll"
+    with pytest.raises(InputError, match="handover 'stream' cannot be used: this fake has none"):
+        CudaDevice(runtime=FakeCuda(host_call=False), handover="stream")
+    with pytest.raises(InputError, match="handover must be one of auto, stream, poll, got 'magic'"):
+        CudaDevice(runtime=FakeCuda(), handover="magic")
+
+
+def test_native_jobs_and_closures_keep_their_order(opened):
+    device = opened(FakeCuda(3))
+    order = []
+    first = Attention()
+    native = first.submit(device)
+    closure = device.submit(op("closure", CPU, lambda: order.append(first.right())))
+    second = Attention()
+    later = second.submit(device)
+    for ticket in (native, closure, later):
+        ticket.wait(5 * SECOND)
+    assert order == [True] and second.right()
+    assert violations(device.drain(SECOND)) == []
+
+
+def test_a_failed_copy_fails_the_attention_behind_it(opened):
+    device = opened(FakeCuda(0))
+    attention = Attention()
+
+    def explode():
+        raise ArithmeticError("no copy")
+
+    sent = device.submit(op("send", D2H, explode))
+    native = lambda pool: pool.submit(attention.plan, attention.q, attention.out)  # noqa: E731
+    ticket = device.submit(op("attention", CPU, native=native), (sent,))
+    with pytest.raises(DeviceError, match="'attention' on lane cpu.attention of request owner-of-attention.*no copy"):
+        ticket.wait(5 * SECOND)
+
+
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+def ring(device, rounds, wait_for_reader):
+    """A pinned ring of two buffers: written by d2h, read by h2d; returns what the readers saw."""
+    buffers, seen, readers = [[None], [None]], [], []
+    for i in range(rounds):
+        buffer = buffers[i % 2]
+        after = (readers[i - 2],) if i >= 2 and wait_for_reader else ()
+        written = device.submit(op(f"write{i}", D2H, lambda b=buffer, n=i: b.__setitem__(0, n)), after)
+        readers.append(device.submit(op(f"read{i}", H2D, lambda b=buffer: seen.append(b[0])), (written,)))
+    device.drain(5 * SECOND)
+    return seen
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_buffer_is_not_written_again_before_its_reader_is_done(opened, seed):
+    assert ring(opened(FakeCuda(seed)), 6, wait_for_reader=True) == list(range(6))
+
+
+def test_early_reuse_is_caught(opened):
+    """The mutation: without waiting for the reader, or without waits at all, some order shows the damage."""
+    early = [ring(opened(FakeCuda(seed)), 6, wait_for_reader=False) for seed in SEEDS]
+    unwaited = [ring(opened(FakeCuda(seed, forget=("waits",))), 6, wait_for_reader=True) for seed in SEEDS]
+    assert any(seen != list(range(6)) for seen in early)
+    assert any(seen != list(range(6)) for seen in unwaited)
+
+
+# -- tickets -------------------------------------------------------------------------------------------------------
+
+
+def test_a_deferred_result_is_read_once_and_only_after_the_end(opened):
+    device = opened(FakeCuda(1))
+    memory, reads = [0], []
+
+    def later():
+        memory[0] = 41
+        return Deferred(lambda: reads.append(1) or memory[0] + 1)
+
+    ticket = device.submit(op("sample", GPU, later))
+    assert reads == []
+    assert ticket.wait(SECOND) == 42 and ticket.wait(SECOND) == 42 and reads == [1]
+
+
+def test_a_deferred_result_that_raises_is_the_ops_error(opened):
+    device = opened(FakeCuda(1))
+
+    def fail():
+        raise ArithmeticError("not finite")
+
+    ticket = device.submit(op("sample", GPU, lambda: Deferred(fail)))
+    with pytest.raises(DeviceError, match="'sample' on lane gpu.compute .* failed: not finite"):
+        ticket.wait(SECOND)
+    ticket = device.submit(op("sample", GPU, lambda: Deferred(fail)))
+    ticket.cancel()
+    assert ticket.wait(SECOND) is None
+
+
+def test_ended_ops_let_go_of_their_closures_and_ancestors(opened):
+    device = opened(FakeCuda(2))
+    tickets = []
+    for i in range(200):
+        lane = (GPU, D2H)[i % 2]
+        tickets.append(device.submit(op(f"op{i}", lane, lambda: None), tuple(tickets[-1:])))
+    tickets[-1].wait(SECOND)
+    assert all(t.op.run is None and t.after == () for t in tickets)
+    spans = device.drain(SECOND)
+    assert len(spans) == 200 and violations(spans) == []
+    assert all(a.end_ns == b.ready_ns for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_a_fault_of_the_gpu_reaches_every_ticket_in_bounded_time(opened):
+    runtime = FakeCuda(0)
+    device = opened(runtime, close_timeout_s=0.2)
+    attention = Attention()
+    waiting = attention.submit(device)
+    other = device.submit(op("other", H2D))
+    runtime.failure = RuntimeError("an illegal memory access was encountered")
+    for ticket in (other, waiting):
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            ticket.wait(5 * SECOND)
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        device.submit(op("late", GPU)).wait(SECOND)
+
+
+def test_a_stream_that_stands_still_ends_in_a_stall(opened):
+    runtime = FakeCuda(0)
+    device = opened(runtime, close_timeout_s=0.2)
+    runtime.advance = lambda steps: None
+    attention = Attention()
+    started = time.perf_counter()
+    with pytest.raises(StallError, match="'attention' on lane cpu.attention of request owner-of-attention"):
+        attention.submit(device).wait(SECOND // 20)
+    with pytest.raises(StallError):
+        device.drain(SECOND // 20)
+    device.close()
+    assert time.perf_counter() - started < 20  # bounded; generous, because the machine may be busy
+
+
+def test_priorities_reach_the_pool(opened):
+    device = opened(FakeCuda(0), handover="poll")
+    seen = []
+    for priority in (0, SKIPPED):
+        native = lambda pool, p=priority: seen.append(p) or attend_at(pool, p)  # noqa: E731
+        device.submit(op("attention", CPU, native=native, priority=priority)).wait(5 * SECOND)
+    assert seen == [0, SKIPPED]
+
+
+def attend_at(pool, priority):
+    attention = Attention()
+    attention.q[...] = 0
+    return pool.submit(attention.plan, attention.q, attention.out, priority=priority)
+
+
+# -- clock and trace -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drift", [0.0, 50e-6, -0.02])
+def test_the_clocks_are_aligned_within_the_stated_spread(drift):
+    runtime = FakeCuda(0, offset_ns=987_654_321_000, drift=drift)
+    clock = GpuClock(runtime, runtime.open_stream(), SECOND)
+    event = runtime.event()
+    time.sleep(0.15)
+    before = time.perf_counter_ns()
+    runtime.record(event, runtime.streams[0])
+    while not runtime.query(event):
+        pass
+    after = time.perf_counter_ns()
+    time.sleep(0.05)
+    clock.realign()
+    at = clock.host_ns(clock.gpu_ns(event))
+    assert before - 2 * clock.spread_ns <= at <= after + 2 * clock.spread_ns
+    assert 0 < clock.spread_ns
+
+
+def test_an_idle_stream_that_does_not_move_stops_the_opening():
+    runtime = FakeCuda(0)
+    runtime.query = lambda event: False
+    with pytest.raises(StallError, match="an event on an idle stream did not pass within 0.01 s"):
+        GpuClock(runtime, runtime.open_stream(), SECOND // 100)
+
+
+class Ended:
+    def __init__(self, name, lane, start, end, ready=0):
+        self.op, self.start_ns, self.end_ns, self.ready_ns = op(name, lane), start, end, ready
+
+
+def test_clock_error_is_put_right_and_a_real_violation_stays():
+    near = spans_of([Ended("a", GPU, 0, 10_000), Ended("b", D2H, 9_500, 12_000, ready=10_000)], spread_ns=500)
+    assert violations(near) == [] and isinstance(near[0], Span)
+    far = spans_of([Ended("a", GPU, 0, 10_000), Ended("b", D2H, 1_000, 12_000, ready=10_000)], spread_ns=500)
+    assert len(violations(far)) == 1
+
+
+def test_the_trace_names_card_and_host(opened):
+    device = opened(FakeCuda())
+    assert device.profile.startswith("Fake_GPU+") and device.kind == "measured" and device.clock_spread_ns > 0
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_card_is_emulated_by_bytes(opened):
+    assert opened(FakeCuda(free=GIB)).memory("gpu").total == GIB
+    device = opened(FakeCuda(free=GIB), gpu_memory_bytes=1 << 20)
+    assert device.memory("gpu").total == 1 << 20
+    with pytest.raises(InputError, match="a pool needs 2097152 bytes of the gpu tier, but 1048576 are free on cuda"):
+        device.reserve("gpu", 2 << 20, "a pool")
+    with pytest.raises(InputError, match="gpu_memory_bytes 2147483648 exceeds the 1073741824 bytes that are free"):
+        CudaDevice(runtime=FakeCuda(free=GIB), gpu_memory_bytes=2 * GIB)
+
+
+def test_pinned_memory_is_given_back_and_pageable_memory_is_announced(opened):
+    runtime = FakeCuda()
+    device = opened(runtime)
+    assert device.pin(4096, 100, "a slab") and runtime.pinned == {4096: 100}
+    device.close()
+    assert runtime.pinned == {}
+    device = opened(FakeCuda(pins=False))
+    with pytest.warns(RuntimeWarning, match=r"a slab \(100 bytes\) could not be pinned and stays pageable.*lockable"):
+        assert not device.pin(4096, 100, "a slab")
+
+
+def test_a_loaded_library_is_found_in_the_memory_map(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 00:00 1   /usr/lib/with space/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n")
+    assert loaded_library("libcudart.so", maps) == "/usr/lib/with space/libcudart.so.12"
+    assert loaded_library("libcuda.so", maps) is None
