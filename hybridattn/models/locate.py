@@ -50,8 +50,11 @@ def resolve(name_or_path: str) -> ModelSource:
         return _dummy(name_or_path)
     if name_or_path in EMBEDDED:
         return _embedded(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:  # ~user of nobody
+        raise InputError(f"model path '{name_or_path}': {error}") from error
+    if name_or_path and path.is_dir():
         return _folder(name_or_path, path, f"folder {path}")
     if path.suffix == ".gguf":
         if not path.is_file():

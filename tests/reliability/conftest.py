@@ -1,7 +1,7 @@
 """What the tests of this room share: a tiny real model, an engine over the toy model, and the invariants of an engine.
 
-An engine on ``SimDevice(execute=True)`` runs every closure at a virtual time that a seed decides, so that a test chooses
-when the CPU finishes, which op fails and which one hangs, without a thread and without a clock.
+An engine on ``SimDevice(execute=True)`` runs every closure at a virtual time that a seed decides, so that a test
+chooses when the CPU finishes, which op fails and which one hangs, without a thread and without a clock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Rig:
     def jobs(seed: int, count: int, longest: int = 60, most: int = 12) -> list[tuple[list[int], int]]:
         """(prompt, output tokens) of ``count`` requests."""
         rng = random.Random(seed)
-        return [([rng.randrange(50) for _ in range(rng.randint(1, longest))], rng.randint(1, most)) for _ in range(count)]
+        return [
+            ([rng.randrange(50) for _ in range(rng.randint(1, longest))], rng.randint(1, most)) for _ in range(count)
+        ]
 
     @staticmethod
     def build(policy: Any, seed: int = 1, *, gpu: int = 8, cpu: int = 8, scale: int = 20, **limits: Any) -> Engine:
@@ -100,8 +102,8 @@ class Rig:
 class FaultyDevice(SimDevice):
     """A simulated device that spoils the ``at``-th op of a lane.
 
-    ``raise`` lets its closure fail, ``hang`` makes it end beyond every time-out, ``refuse`` fails the submission itself,
-    ``slow`` delays it 1000-fold.
+    ``raise`` lets its closure fail, ``hang`` makes it end beyond every time-out, ``refuse`` fails the submission
+    itself, ``slow`` delays it 1000-fold.
     """
 
     def __init__(self, price: Callable[[Op], int], lane: str, at: int, fault: str) -> None:

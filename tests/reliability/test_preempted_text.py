@@ -31,7 +31,11 @@ JOBS = [  # prompt, output tokens, choices: each crosses a page while decoding
     ([7, 8] * 7, 6, SamplingParams(max_tokens=40, repetition_penalty=1.3, presence_penalty=0.5)),
     ([11, 2, 5] * 3, 10, SamplingParams(max_tokens=40, temperature=0.7, seed=7, frequency_penalty=0.7)),
 ]
-POLICIES = {"gpu": GpuOnly, "cpu": lambda: AsyncOverlap(cpu_fraction=1.0), "both": lambda: SyncOffload(cpu_fraction=0.5)}
+POLICIES = {
+    "gpu": GpuOnly,
+    "cpu": lambda: AsyncOverlap(cpu_fraction=1.0),
+    "both": lambda: SyncOffload(cpu_fraction=0.5),
+}
 
 
 class Bytes:
@@ -70,9 +74,7 @@ def add_all(engine, stop=()):
 
 def answers(requests):
     """Token ids, reason and text of each."""
-    return [
-        (r.token_ids[r.num_prompt :], r.finish_reason, "".join(event.text for event in r.events)) for r in requests
-    ]
+    return [(r.token_ids[r.num_prompt :], r.finish_reason, "".join(event.text for event in r.events)) for r in requests]
 
 
 AT = {  # when the victim is interrupted: what its tokens must look like
