@@ -1,0 +1,28 @@
+"""The real Triton launchers under the stages of a CUDA card: same tokens as the host device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "support" / "cuda_interpreted.py"
+
+
+def test_interpreted_kernels_give_the_hosts_tokens():
+    """GPU rows, CPU rows, and a chunked CPU-tier prompt whose chunks begin inside a page; one layer has a window."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["cuda"]["violations"] == []
+    assert found["cuda"]["tokens"] == found["host"]["tokens"]
+    assert [len(t) for t in found["host"]["tokens"]] == [3, 3, 4]
+    assert len({t for row in found["host"]["tokens"] for t in row}) > 5

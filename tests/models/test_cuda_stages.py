@@ -1,0 +1,270 @@
+"""The stages of a CUDA card on a fake runtime, with plain torch in place of the Triton launchers.
+
+The streams of the fake run late and in an order that a seed chooses, so a missing wait or an early reuse shows as a
+wrong token, as an error, or as a trace that breaks its invariants.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch_kernels
+from fake_cuda import FakeCuda
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaled_model import scaled
+
+from cpu_kernels import KVPages, append_kv, gather_kv
+from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.trace import violations
+from hybridattn.devices.cuda import CudaDevice
+from hybridattn.devices.host import HostDevice
+from hybridattn.kv import cpu_blocks
+from hybridattn.kv.cpu_blocks import Blocks, Run, runs_of
+from hybridattn.kv.cuda_pages import CudaPages
+from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
+from hybridattn.models.decoder import Decoder
+from hybridattn.models.fused_decoder import FusedDecoder
+from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
+from hybridattn.models.load import load
+from hybridattn.models.torch_stages import TorchStages
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.engine import Engine
+from hybridattn.runtime.params import SamplingParams
+
+LIMITS = {"page_size": 16, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+CONFIG = EngineConfig(gpu_kv_blocks=8, cpu_kv_blocks=8, **LIMITS)
+# one prompt shorter than a page, one chunked with chunks that begin inside a page, one that crosses a page, one of two
+JOBS = [([3, 1, 4, 1, 5], 9), ([9, 2, 7] * 17, 6), ([2, 6], 12), ([5, 3, 5, 8, 9, 7, 9] * 3, 10)]
+POLICIES = {
+    "gpu_only": GpuOnly,
+    "sync_offload": lambda: SyncOffload(0.5),
+    "all_on_cpu": lambda: SyncOffload(1.0),
+    "async_overlap": lambda: AsyncOverlap(0.5, max_cohorts=2),
+    "async_all_on_cpu": lambda: AsyncOverlap(1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+        monkeypatch.setattr(module, "gpu_kernels", torch_kernels)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return scaled()
+
+
+def answers(device, model, policy, config=CONFIG, kv_dtype="fp32", jobs=JOBS, **params):
+    """Token ids per job; trace, blocks and memory are checked on the way."""
+    try:
+        engine = Engine(TorchStages(model, device, config, kv_dtype), device, policy, config)
+        requests = [
+            engine.add(prompt, n, SamplingParams(max_tokens=n, seed=i, **params)) for i, (prompt, n) in enumerate(jobs)
+        ]
+        engine.run()
+        assert violations(engine.drain()) == []
+        assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+        return [r.token_ids[r.num_prompt :] for r in requests], engine
+    finally:
+        device.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(model):
+    tokens, _ = answers(HostDevice(), model, GpuOnly())
+    assert len({t for row in tokens for t in row}) > 12  # a model that repeats itself would show nothing
+    return tokens
+
+
+# -- the central promise ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_tokens_equal_the_hosts(model, quiet, policy, graphs):
+    tokens, _ = answers(CudaDevice(runtime=FakeCuda(1), graphs=graphs), model, POLICIES[policy]())
+    assert tokens == quiet
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(sorted(POLICIES)),
+    handover=st.sampled_from(["stream", "poll"]),
+)
+@settings(max_examples=10, deadline=None)
+def test_tokens_hold_for_every_order_of_the_streams(model, quiet, seed, policy, handover):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+            patch.setattr(module, "gpu_kernels", torch_kernels)
+        device = CudaDevice(runtime=FakeCuda(seed), handover=handover)
+        assert answers(device, model, POLICIES[policy]())[0] == quiet
+
+
+@pytest.mark.parametrize("policy", ["sync_offload", "async_all_on_cpu"])
+def test_without_waits_the_same_check_fires(model, quiet, policy):
+    """The mutation: every seed below must end in a wrong token, an error, or a trace that breaks its invariants."""
+    for seed in range(3):
+        device = CudaDevice(runtime=FakeCuda(seed, forget=("waits",)), close_timeout_s=1.0)
+        with pytest.raises((AssertionError, HybridAttnError)):
+            assert answers(device, model, POLICIES[policy]())[0] == quiet
+
+
+def test_tokens_survive_forced_preemption(model):
+    jobs = [([i + 2, 7, i] * 4 + [9], 10) for i in range(4)]  # each crosses into its second page while decoding
+    want, _ = answers(HostDevice(), model, GpuOnly(), jobs=jobs)
+    config = EngineConfig(gpu_kv_blocks=5, cpu_kv_blocks=3, **LIMITS)
+    for policy in ("gpu_only", "all_on_cpu"):
+        device = CudaDevice(runtime=FakeCuda(5))
+        tokens, engine = answers(device, model, POLICIES[policy](), config, jobs=jobs)
+        assert tokens == want
+        assert sum(r.preemptions for r in engine.take_records().requests) > 0
+
+
+def test_a_sliding_window_reaches_both_tiers():
+    config = replace(load("dummy:tiny").config, layer_windows=(None, 7, 19))
+    model = scaled(config)
+    want, _ = answers(HostDevice(), model, GpuOnly())
+    for policy in ("gpu_only", "async_overlap"):
+        assert answers(CudaDevice(runtime=FakeCuda(7)), model, POLICIES[policy]())[0] == want
+
+
+def test_sampled_rows_get_the_hosts_draws(model):
+    drawn = {"temperature": 1.3, "top_k": 40}
+    want, _ = answers(HostDevice(), model, GpuOnly(), **drawn)
+    assert answers(CudaDevice(runtime=FakeCuda(8)), model, POLICIES["async_overlap"](), **drawn)[0] == want
+
+
+def test_int8_pages_go_down_and_up_with_their_scales(model):
+    """A chunked prompt of the CPU tier passes its pages down, up again and down once more without a change."""
+    for policy in ("gpu_only", "all_on_cpu"):
+        tokens, _ = answers(CudaDevice(runtime=FakeCuda(9)), model, POLICIES[policy](), kv_dtype="int8")
+        assert [len(t) for t in tokens] == [n for _, n in JOBS]
+        if policy == "gpu_only":
+            want = tokens
+    same = sum(a == b for x, y in zip(tokens, want, strict=True) for a, b in zip(x, y, strict=True))
+    assert same >= 0.8 * sum(n for _, n in JOBS)  # both quantise alike; a near tie may fall differently
+
+
+# -- pages on their way ----------------------------------------------------------------------------------------------
+
+
+def test_runs_join_consecutive_pages():
+    assert runs_of(np.array([4, 5, 6, 2, 3, 9])) == (Run(0, 4, 3), Run(3, 2, 2), Run(5, 9, 1))
+    assert runs_of(np.array([], np.int64)) == ()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_pages_that_go_down_are_what_the_cpu_would_have_written(dtype):
+    """Rows handed down through card pages against the CPU's own append, over a page's edge and from its middle."""
+    shape = {"num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+    mine, theirs = (KVPages(6, dtype=dtype, **shape) for _ in range(2))
+    scratch = CudaPages(1, 3, 2, 16, 32, dtype, "cpu")
+    blocks = Blocks(mine, scratch, 3, "cpu")
+    rows = [torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    pages = np.array([3, 4, 1])
+    for start, end in ((0, 21), (21, 40)):
+        k, v = (x[start:end].to(scratch.cache()[0].dtype) for x in rows)
+        at = np.arange(start, end)
+        append_kv(theirs, 0, k, v, pages[at // 16] * 16 + at % 16)
+        first, last = start // 16, -(-end // 16)
+        if start % 16:
+            blocks.up(0, (Run(0, int(pages[first]), 1),), 1)
+        slots = torch.from_numpy(at - first * 16)
+        torch_kernels.append_kv(k, v, *scratch.cache(), slots, check_ids=False, **scratch.scales())
+        blocks.down(0, runs_of(pages[first:last]), last - first)
+    for pool in (mine, theirs):
+        got = [torch.empty(40, 2, 32) for _ in range(2)]
+        gather_kv(pool, 0, pages, 40, *got)
+        for x, want in zip(got, rows, strict=True):
+            torch.testing.assert_close(x, want.to(scratch.cache()[0].dtype).float(), rtol=0, atol=0)
+
+
+# -- linear stages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [{}, {"qkv_bias": True, "o_bias": True}, {"qk_norm": True}], ids=str)
+def test_fused_stages_equal_the_plain_ones(extra):
+    model = scaled(replace(load("dummy:tiny").config, **extra), factor=3.0)
+    plain, fused = (cls(model.config, model.weights, 64) for cls in (Decoder, FusedDecoder))
+    x, positions = torch.randn(5, 96), torch.tensor([3, 0, 63, 17, 17])
+    for a, b in zip(fused.pre_attention(1, x, positions), plain.pre_attention(1, x, positions), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    out = torch.randn(5, 6, 16)
+    torch.testing.assert_close(fused.post_attention(0, out, x.clone()), plain.post_attention(0, out, x))
+    torch.testing.assert_close(fused.head(x), plain.head(x), rtol=1e-4, atol=1e-4)
+
+
+def linear_parts(model, sizes):
+    s = model.config.shape
+    draw = torch.Generator().manual_seed(sum(sizes))
+    outs = [torch.randn(n, s.num_q_heads, s.head_dim, generator=draw) for n in sizes]
+    return outs, [torch.randn(n, s.hidden_size, generator=draw) for n in sizes], [torch.arange(n) for n in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3, 1), (4,), (5, 2, 1), (8, 3)])
+def test_graphs_equal_eager_stages_and_keep_earlier_results(model, sizes):
+    """Sizes below, at and past the buckets 4 and 8; a stage in between must not change a result in use."""
+    captured = []
+    decoder = FusedDecoder(model.config, model.weights, 64)
+    graphs = LinearGraphs(decoder, (4, 8), lambda run: captured.append(run) or run)
+    eager = LinearGraphs(decoder, (), None)
+    assert len(captured) == 2 * (model.config.shape.num_layers - 1)
+    got = graphs.between(0, *linear_parts(model, sizes))
+    graphs.between(1, *linear_parts(model, (2,)))
+    for a, b in zip(got, eager.between(0, *linear_parts(model, sizes)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_failed_capture_falls_back_and_says_why(model):
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = FusedDecoder(model.config, model.weights, 64)
+    with pytest.warns(RuntimeWarning, match="linear stages run without CUDA graphs: operation not permitted"):
+        graphs = LinearGraphs(decoder, (4,), refuse)
+    assert "capturing failed" in (graphs.why_eager or "")
+    assert len(graphs.between(0, *linear_parts(model, (3,)))[0]) == 3
+    assert LinearGraphs(decoder, (), None).why_eager == "graphs are switched off"
+
+
+@pytest.mark.parametrize(("rows", "buckets"), [(1, (4,)), (4, (4,)), (5, (4, 8)), (64, (4, 8, 16, 32, 64))])
+def test_buckets_reach_the_largest_batch(rows, buckets):
+    assert buckets_for(rows) == buckets
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_card_cannot_hold_or_compute_is_refused(model):
+    small = CudaDevice(runtime=FakeCuda(), gpu_memory_bytes=model.weights.num_bytes() + 1000)
+    with pytest.raises(InputError, match="a KV pool of 8 blocks of 16 tokens needs 98304 bytes of the gpu tier"):
+        TorchStages(model, small, CONFIG, "fp32")
+    small.close()
+    device = CudaDevice(runtime=FakeCuda())
+    with pytest.raises(InputError, match="kv_dtype bf16 beside weights of torch.float32"):
+        TorchStages(model, device, CONFIG, "bf16")
+    device.torch_device = "cuda:0"
+    with pytest.raises(InputError, match="weights are on cpu, but device 'cuda' needs them on cuda:0"):
+        TorchStages(model, device, CONFIG, "fp32")
+    device.close()
+
+
+def test_pageable_memory_works_and_warns_once(model, quiet):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokens, _ = answers(CudaDevice(runtime=FakeCuda(4, pins=False)), model, POLICIES["async_overlap"]())
+    assert tokens == quiet
+    assert [str(w.message)[:27] for w in caught] == ["the CPU tier's KV pool (983"]
+
+
+def test_every_pinned_byte_is_given_back(model):
+    runtime = FakeCuda(4)
+    answers(CudaDevice(runtime=runtime), model, POLICIES["sync_offload"]())
+    assert runtime.pinned == {}
