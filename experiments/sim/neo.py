@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from experiments.sim.machines import TIMEOUT_NS, Setting
 from hybridattn.cost.catalog import shape
-from hybridattn.cost.machine import machine
+from hybridattn.cost.machine import SUSTAINED_DRAM, machine
 from hybridattn.cost.pricing import Pricing
-from hybridattn.cost.profile import load_profile
+from hybridattn.cost.profile import Quantity, load_profile
 from hybridattn.cost.roofline import Efficiency
 from hybridattn.policies.registry import make_policy
 from hybridattn.runtime.config import EngineConfig
@@ -21,11 +21,16 @@ PAGE = 16
 def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float) -> Pricing:
     """The machine with CPU attention at ``cpu_gb_s`` (10^9 bytes of K,V a second), the fitted constant."""
     part = load_profile(cpu, "cpu")
-    memory = cpu_gb_s * 1e9 / part.value("bandwidth")
+    quantities = dict(part.quantities)
+    if cpu_gb_s * 1e9 > SUSTAINED_DRAM * part.value("bandwidth"):  # a faster host than this one
+        more = Quantity(cpu_gb_s * 1e9 / SUSTAINED_DRAM, "B/s", "assumed", "set by the experiment")
+        quantities["bandwidth"] = more
+    memory = cpu_gb_s * 1e9 / quantities["bandwidth"].value
     efficiency = dict(part.efficiency)
     old, _ = efficiency["decode_attention"]
     efficiency["decode_attention"] = Efficiency(old.compute, memory), f"{cpu_gb_s:g} GB/s, set by the experiment"
-    return machine(gpu, replace(part, efficiency=efficiency, fingerprint=f"{part.name} at {cpu_gb_s:g} GB/s"), link)
+    name = f"{part.name} at {cpu_gb_s:g} GB/s"
+    return machine(gpu, replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name), link)
 
 
 @dataclass(frozen=True, slots=True)
