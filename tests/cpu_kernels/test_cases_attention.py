@@ -259,3 +259,29 @@ def test_K26_cap_and_window_are_applied_on_every_path(problem: Any, level: str, 
         out = np.full_like(p.out, np.nan)
         ck.prefill(p.pages, p.q, out, p.table, p.lens, [1], isa=level, **options)
         assert np.abs(out - want).max() <= p.bound(level, **options)
+
+
+@pytest.mark.parametrize("strong", [0, 3])
+def test_K18_splits_whose_maxima_lie_far_apart(problem: Any, level: str, strong: int) -> None:
+    """One split holds a score that is 400 above all others: it alone counts, whichever split it is."""
+    p = problem([128], heads=1, group=1, dtype="fp32", poison=False)
+    k = np.zeros((4, 1, 32, 64), np.float32)
+    k[strong, 0, 5, 0] = 1.0
+    v = np.broadcast_to(np.arange(4, dtype=np.float32)[:, None, None, None], k.shape)
+    ck.pack(p.pages, 0, p.table[0], k, np.ascontiguousarray(v))
+    p.q[...] = 0
+    p.q[..., 0] = 400 * 8
+    out, lse = p.run(isa=level, split_tokens=32)
+    assert np.abs(out - strong).max() < 1e-6 and np.abs(lse - 400).max() < 1e-3
+
+
+def test_K18_counts_left_in_a_workspace_do_not_matter(problem: Any) -> None:
+    """A run that was cut short leaves finish counts behind."""
+    p = problem([300], dtype="fp32")
+    want, _ = p.run(split_tokens=32)
+    plan = p.plan(split_tokens=32)
+    space = plan.workspace()
+    space.counters[...] = 3
+    out = np.full_like(want, np.nan)
+    plan.run(p.q, out, workspace=space)
+    assert np.array_equal(out, want)
