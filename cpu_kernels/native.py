@@ -22,6 +22,7 @@ MIN_CHUNK_BYTES = 32 << 10
 CHUNKS_PER_JOB = 16
 MAX_UNIT_HEADS = 16
 _HALF = struct.Struct(f"{JOB_WORDS - Job.KERNEL}q")
+_HALF_AT = 8 * int(Job.KERNEL)
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -166,7 +167,7 @@ class NativeDecode:
         pages = self.inputs.pages
         workspace.counters[:] = 0  # a cancelled run leaves counts behind
         _HALF.pack_into(
-            words, at + 8 * Job.KERNEL, *self._head,
+            words, at + _HALF_AT, *self._head,
             a.pointer, a.strides[0], a.strides[1], a.code, b.pointer, b.strides[0], b.strides[1], b.code,
             *self._lse_words(lse), pages.layer_address(layer), pages.page_bytes,
             *self._new_words(k_new, v_new), workspace.partials_at, workspace.counters_at, *self._tail,

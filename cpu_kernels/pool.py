@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import struct
 import threading
 import time
 import weakref
@@ -34,6 +35,9 @@ MAX_JOBS = RING_SLOTS - 64  # the ring keeps room for jobs that ended but that n
 _FUTEX_NUMBER = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98}
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
 _SLICE_S = 0.05
+# Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
+_HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
+_HEAD_AT, _RELEASE, _DONE = 8 * int(Word.REMAINING), int(Ctl.RELEASE), int(Word.DONE)
 
 
 class WorkerError(RuntimeError):
@@ -140,7 +144,7 @@ class Job:
 
     def __init__(self, pool: WorkerPool, index: int, sequence: int, plan: Any, space: Any, alive: Any) -> None:
         self._pool, self._words, self._index = pool, pool._shared.words, index
-        self._done_at, self._sequence = index * JOB_WORDS + Word.DONE, sequence
+        self._done_at, self._sequence = index * JOB_WORDS + _DONE, sequence
         self._plan, self._space, self._alive = plan, space, alive
         self._settled = False
         self._error: WorkerError | None = None
@@ -316,21 +320,21 @@ class WorkerPool:
             with self._lock:
                 self._free.append(index)
             raise
-        self._reset_descriptor(index * JOB_WORDS, native.num_chunks, sequence, priority, _FAULTS[fault])
+        self._reset_descriptor(index * JOB_BYTES, native.num_chunks, sequence, priority, _FAULTS[fault])
         job = Job(self, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)
         return job
 
     def _reset_descriptor(self, at: int, chunks: int, sequence: int, priority: int, fault: Fault) -> None:
-        words = self._shared.words
-        words[at + Word.REMAINING] = chunks
-        for word in (Word.WAITERS, Word.ERROR, Word.START_NS, Word.END_NS, Word.CANCELLED):
-            words[at + word] = 0
-        words[at + Word.SEQUENCE], words[at + Word.FAULT] = sequence, fault
-        words[at + Word.RELEASE_SEEN] = self._shared.control[Ctl.RELEASE]
-        words[at + Word.PRIORITY], words[at + Word.POOL] = priority, self._shared.ctl_at
-        words[at + Word.CLAIM] = (chunks << 32) | chunks  # nothing left to claim until the push
+        shared = self._shared
+        seen = shared.control[_RELEASE]
+        _HEAD.pack_into(
+            shared.bytes, at + _HEAD_AT,
+            chunks, 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
+            0, 0, 0, 0, 0, 0, sequence, fault, priority, shared.ctl_at, seen,  # DONE ... SEQUENCE to RELEASE_SEEN
+        )  # fmt: skip
+        shared.words[at // 8] = (chunks << 32) | chunks  # CLAIM: nothing left to claim until the push
 
     def start(self, job: Job) -> None:
         """Hand over a prepared job."""
