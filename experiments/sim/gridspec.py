@@ -27,7 +27,7 @@ MACHINES = {
     "h200": Machine("h200", "epyc-7r32-32c", "pcie5-x16", 0.15),
 }
 
-MOST_GPU_ROWS, MOST_CPU_ROWS = 96, 384
+MOST_GPU_ROWS, MOST_CPU_ROWS = 40, 320
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,8 @@ class AsyncOverlap(Policy):
         Also join a cohort whose attention was submitted during this very pass, when it is ready already. Off, a cohort
         advances one layer per pass, as in the closed form of docs/crossover.md.
     equal : bool
-        Split the CPU rows into ``max_cohorts`` equal cohorts, instead of launching all that are idle as one.
+        Split the CPU rows into ``max_cohorts`` equal cohorts and launch one of them per pass, so that they spread over
+        the layers, instead of launching all that are idle as one.
     max_rows : int, optional
         CPU rows in flight at most.
     """
@@ -152,7 +153,7 @@ class AsyncOverlap(Policy):
             return ()
         if not self.equal:
             return (idle,)
-        return shares(idle, idle + view.flying_rows, self.max_cohorts, free)
+        return shares(idle, idle + view.flying_rows, self.max_cohorts, 1)
 
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         may_join = cohort.ready and (self.same_pass or not cohort.same_pass)
