@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from hybridattn.runtime.predict import by_simulation
 from hybridattn.runtime.provenance import git_commit
 from hybridattn.runtime.steady import Steady, SteadyRun
 
-WARMUP, PASSES = 40, 100
-SETTLE = 200  # passes before an adaptive run is measured: planning, learning, the guard
+WARMUP, PASSES = 40, 80
+SETTLE = 160  # passes before an adaptive run is measured: planning, learning, the guard
 LIMITS = Limits(1.25, 15.0)
 MISJUDGED = (0.75, 1.25)  # real over believed CPU speed
 
@@ -156,13 +156,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--results", type=Path, default=Path("results"))
     args = p.parse_args(argv)
-    console, cells, rows = Console(), grid()[:: args.every], []
+    console, rows = Console(), []
+    cells = [c for first in range(8) for c in grid()[first::8]][:: args.every]  # early ones cover all machines
     folder = ResultFolder(args.results, "sim_grid")
+    commit = git_commit()
     with ProcessPoolExecutor(args.jobs) as pool:
-        for row in track(pool.map(judge, cells), total=len(cells), description="settings", console=console):
-            row |= {"device": "sim", "kind": "simulated", "commit": git_commit()}
+        begun = [pool.submit(judge, cell) for cell in cells]
+        for done in track(as_completed(begun), total=len(cells), description="settings", console=console):
+            row = done.result() | {"device": "sim", "kind": "simulated", "commit": commit}
             folder.add_row(row)
             rows.append(row)
+    order = [c.name for c in grid()]
+    rows.sort(key=lambda r: order.index(r["cell"]))
     print(table(rows))
     print("\n".join(verdicts(rows)))
     console.print(f"results: {folder.path}")

@@ -63,7 +63,7 @@ class Cell:
 
 
 def grid() -> list[Cell]:
-    """72 settings: T4 7B and A10, A100, H200 8B; two contexts, with prefill or without, three CPUs, three loads."""
+    """64 settings: T4 7B and A10, A100, H200 8B; two contexts, with prefill or without, three CPUs, three loads."""
     cells = []
     contexts = {"t4": (400, 800), "a10": (1000, 4000), "a100": (1000, 8000), "h200": (2000, 16000)}
     for name in MACHINES:
@@ -78,7 +78,6 @@ def grid() -> list[Cell]:
                 (4.0, 300.0, 200),
                 (4.0, 60.0, 200),
                 (8.0, 60.0, None),
-                (8.0, 150.0, 200),
             ):
                 cells.append(Cell(name, model, context, output, cpu_gb_s, ratio))
     return cells

@@ -31,7 +31,7 @@ Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 WINDOW = 48  # passes over which the guard measures
 SHORT = 0.95  # of the predicted rate: below it the guard steps in
 PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
-FINALISTS = 6
+FINALISTS = 5
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
 

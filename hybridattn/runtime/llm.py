@@ -209,7 +209,8 @@ class LLM:
     def trace(self) -> Trace:
         """The spans since the last call, with where they come from. Waits (bounded) for ops still running."""
         spans = self.engine.drain()
-        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans)
+        spread_ns = getattr(self.device, "clock_spread_ns", 0)
+        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans, spread_ns)
 
     def take_records(self) -> RunRecords:
         """Records of the requests that ended, and of the passes, since the last call (see ``hybridattn.metrics``)."""

@@ -13,7 +13,7 @@ from hybridattn.policies.load import Load
 from hybridattn.runtime.steady import Steady, SteadyRun
 
 QUICK = (12, 18)  # passes of warm-up, passes measured
-THOROUGH = (40, 60)
+THOROUGH = (30, 50)
 
 
 def open_priced(pricing: Pricing) -> Device:
