@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, most likely: what was written before stays
+        print(f"hybridattn: output cannot be written: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

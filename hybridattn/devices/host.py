@@ -10,6 +10,7 @@ here should be made of ops well above that.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ class HostDevice:
         self._close_timeout_s = close_timeout_s
         self._tickets: list[HostTicket] = []  # since the last drain
         self._closed = False
+        self._process = os.getpid()
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
         self._cpu = CpuLane(self.pool, self.cores.pool)
         self._workers = {lane: self._worker(lane) for lane in (GPU, D2H, H2D)}
@@ -97,6 +99,8 @@ class HostDevice:
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> HostTicket:
         if self._closed:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
+        if os.getpid() != self._process:  # its threads did not come along
+            raise DeviceError(f"{op.describe()} was submitted after a fork: open a device in the new process")
         check_after(op, after)
         ticket = HostTicket(op, after)
         self._tickets.append(ticket)
@@ -152,7 +156,7 @@ class HostDevice:
         self._reserved[tier] += num_bytes
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # after a fork the lanes, and their locks, are the parent's
             return
         self._closed = True
         deadline = time.perf_counter() + self._close_timeout_s

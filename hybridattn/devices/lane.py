@@ -100,7 +100,8 @@ class HostTicket:
 class LaneWorker:
     """Runs the closures of one lane in submission order on a thread of its own.
 
-    ``prepare`` is run first in the new thread (affinity is set before it); ``on_end`` after each op.
+    ``prepare`` is run first in the new thread (affinity is set before it); ``on_end`` after each op. When either of
+    the two preparations fails, the thread stays and every op ends with that error: nobody waits for a dead worker.
     """
 
     def __init__(
@@ -118,13 +119,24 @@ class LaneWorker:
         self._queue.put(ticket)
 
     def _loop(self) -> None:
-        if self._cpus:
-            os.sched_setaffinity(0, self._cpus)  # 0: this thread
-        self._prepare()
+        unfit = self._unfit()
         while (ticket := self._queue.get()) is not None:
-            self._serve(ticket)
+            if unfit is None:
+                self._serve(ticket)
+            else:
+                ticket.end(error=unfit)
             self._on_end(ticket)
             del ticket  # the queue may stay empty for long; what the op holds must not
+
+    def _unfit(self) -> DeviceError | None:
+        """Prepares the thread; the reason why it cannot work, if any."""
+        try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)  # 0: this thread
+            self._prepare()
+        except Exception as error:
+            return DeviceError(f"thread '{threading.current_thread().name}' could not start: {error}")
+        return None
 
     def _serve(self, ticket: HostTicket) -> None:
         for earlier in ticket.after:

@@ -52,7 +52,16 @@ class Rig:
         ]
 
     @staticmethod
-    def build(policy: Any, seed: int = 1, *, gpu: int = 8, cpu: int = 8, scale: int = 20, **limits: Any) -> Engine:
+    def build(
+        policy: Any,
+        seed: int = 1,
+        *,
+        gpu: int = 8,
+        cpu: int = 8,
+        scale: int = 20,
+        make_device: Callable[[Callable[[Op], int]], SimDevice] = lambda price: SimDevice(price, execute=True),
+        **limits: Any,
+    ) -> Engine:
         """CPU attention takes up to ``scale`` times as long as other ops."""
         durations = random.Random(seed)
         price = lambda op: durations.randint(0, 40 * (scale if op.lane == CPU else 1))  # noqa: E731
@@ -61,7 +70,7 @@ class Rig:
             **{"max_model_len": 400, "max_num_seqs": 6, "max_num_batched_tokens": 48, "op_timeout_ns": 10**9, **limits},
         )  # fmt: skip
         stages = ToyStages(LAYERS, gpu, cpu, PAGE, config.max_num_seqs)
-        return Engine(stages, SimDevice(price, execute=True), policy, config)
+        return Engine(stages, make_device(price), policy, config)
 
     @staticmethod
     def check(engine: Engine) -> None:
@@ -100,14 +109,13 @@ class Rig:
 
 
 class FaultyDevice(SimDevice):
-    """A simulated device that spoils the ``at``-th op of a lane.
+    """A simulated device that spoils the ``at``-th op of a name.
 
-    ``raise`` lets its closure fail, ``hang`` makes it end beyond every time-out, ``refuse`` fails the submission
-    itself, ``slow`` delays it 1000-fold.
+    ``raise`` lets its closure fail, ``hang`` makes it end beyond every time-out, ``slow`` delays it 1000-fold.
     """
 
-    def __init__(self, price: Callable[[Op], int], lane: str, at: int, fault: str) -> None:
-        self._count, self._lane_of_fault, self._at, self._fault = 0, lane, at, fault
+    def __init__(self, price: Callable[[Op], int], name: str, at: int, fault: str) -> None:
+        self._count, self._spoil, self._at, self._fault = 0, name, at, fault
         self.hit: Op | None = None
         super().__init__(lambda op: self._spoiled(op, price(op)), execute=True)
 
@@ -117,14 +125,12 @@ class FaultyDevice(SimDevice):
         return {"hang": 10**15, "slow": 1000 * (price + 1)}.get(self._fault, price)
 
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Any:
-        if op.lane == self._lane_of_fault:
+        if op.name == self._spoil:
             self._count += 1
             if self._count == self._at:
                 self.hit = op
                 if self._fault == "raise":
                     op.run = _explode
-                if self._fault == "refuse":
-                    raise MemoryError("no descriptor is left")
         return super().submit(op, after)
 
 
