@@ -65,8 +65,12 @@ class DecodeKernel:
     def _take_state(self) -> None:
         k, f = self.k, self.k.f
         self.q_bytes = -(-self.math.query_bytes // 64) * 64
-        self.o_bytes, self.m_bytes = self.group * k.dim * 4, -(-self.group * 4 // 64) * 64
-        sizes = (self.q_bytes, self.o_bytes, self.m_bytes, self.m_bytes)
+        self.o_bytes, self.m_bytes, self.l_bytes = (
+            self.group * k.dim * 4,
+            -(-self.group * 4 // 64) * 64,
+            self.group * 64,
+        )
+        sizes = (self.q_bytes, self.o_bytes, self.m_bytes, self.l_bytes)
         self.q_all, self.o_all, self.m_all, self.l_all = (f.dynamic_buffer(k.unit_heads * n) for n in sizes)
         self.row = f.buffer(k.dim * 4)
         self.codec = RowCodec(f, self.layout, self.level)
@@ -110,7 +114,7 @@ class DecodeKernel:
         k, number = self.k, head - h0
         k.head = head
         k.q, k.o = self.q_all.at(number * self.q_bytes), self.o_all.at(number * self.o_bytes)
-        k.m, k.l = self.m_all.at(number * self.m_bytes), self.l_all.at(number * self.m_bytes)
+        k.m, k.l = self.m_all.at(number * self.m_bytes), self.l_all.at(number * self.l_bytes)
 
     def _first_block_of(self, unit: Value) -> Value:
         """Where the next unit will read first; its pages may be none, then anywhere."""
@@ -150,7 +154,7 @@ class DecodeKernel:
                 f.store(f.const(V16F, 0.0), k.o, (g * k.dim + d) * 4)
             self.math.store_query(k, g, self.row)
             f.store(f.const(F32, MINUS_INF), k.m, g * 4)
-            f.store(f.const(F32, 0.0), k.l, g * 4)
+            f.store(f.const(V16F, 0.0), k.l, g * 64)
 
     def _page(self, start: Value, here: Value, ahead: Value, first: Value, last: Value) -> None:
         """One page of one KV head; pages that hold masked positions take a path of their own."""

@@ -30,8 +30,9 @@ def total_of(parts: list[Var]) -> Value:
 class Frame:
     """The function under construction and the addresses that its parts agree on.
 
-    `q`, `o`, `m`, `l` point to the state of the KV head in hand (queries as the page math wants them, float32 outputs
-    ``[group][head_dim]``, running maxima and sums ``[group]``); `s` and `p` to one page's scores and weights.
+    `q`, `o`, `m`, `l` point to the state of the KV head in hand: queries as the page math wants them, float32 outputs
+    ``[group][head_dim]``, running maxima ``[group]``, running sums ``[group][16]`` that are added up at the end. `s`
+    and `p` point to one page's scores and weights.
     """
 
     q: Value

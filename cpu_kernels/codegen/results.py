@@ -15,7 +15,7 @@ def finish(k: Frame, item: Value) -> None:
     splits = k.item(item, Item.NUM_SPLITS)
     with f.either(splits.eq(1)) as alone:
         with f.loop(0, k.group) as g:
-            write(k, g, f.load(F32, k.m, g * 4), f.load(F32, k.l, g * 4), k.o.at(g * (k.dim * 4)))
+            write(k, g, f.load(F32, k.m, g * 4), mass_of(k, g), k.o.at(g * (k.dim * 4)))
         alone.otherwise()
         first = k.item(item, Item.PARTIAL)
         save_partial(k, first + k.item(item, Item.SPLIT))
@@ -25,6 +25,12 @@ def finish(k: Frame, item: Value) -> None:
             f.store(f.const(I64, 0), counter)
             with f.loop(0, k.group) as g:
                 merge(k, g, first, splits)
+
+
+def mass_of(k: Frame, g: Value) -> Value:
+    """Add up the lanes of a query head's running sum."""
+    zero = k.f.const(F32, 0.0)
+    return k.f.call(F32, "llvm.vector.reduce.fadd.v16f32", zero, k.f.load(V16F, k.l, g * 64), flags="reassoc nsz")
 
 
 def partial(k: Frame, slot: Value, g: Value) -> Value:
@@ -39,7 +45,7 @@ def save_partial(k: Frame, slot: Value) -> None:
         for c in range(k.chunks):
             f.store(f.load(V16F, k.o, g * (k.dim * 4) + c * 64), where, c * 64)
         f.store(f.load(F32, k.m, g * 4), where, k.dim * 4)
-        f.store(f.load(F32, k.l, g * 4), where, k.dim * 4 + 4)
+        f.store(mass_of(k, g), where, k.dim * 4 + 4)
 
 
 def merge(k: Frame, g: Value, first: Value, splits: Value) -> None:

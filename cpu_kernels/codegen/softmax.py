@@ -45,8 +45,7 @@ def update(k: Frame, math: PageMath, edge: Edge | None) -> None:
         total = weights[0]
         for e in weights[1:]:
             total = total + e
-        add = f.call(F32, "llvm.vector.reduce.fadd.v16f32", f.const(F32, 0.0), total, flags="reassoc nsz")
-        f.store(f.load(F32, k.l, g * 4) + add, k.l, g * 4)
+        f.store(f.load(V16F, k.l, g * 64) + total, k.l, g * 64)
         math.store_weights(k, g, _scaled(k, weights, keep))
 
 
@@ -78,7 +77,7 @@ def _raise_maximum(k: Frame, g: Value, xs: list[Value]) -> Value:
     with f.when(top > before):
         shrink = exp2((before - top).splat(LANES))
         f.store(top, k.m, g * 4)
-        f.store(f.load(F32, k.l, g * 4) * shrink.lane(0), k.l, g * 4)
+        f.store(f.load(V16F, k.l, g * 64) * shrink, k.l, g * 64)
         for c in range(k.chunks):
             where = k.o.at(g * (k.dim * 4) + c * 64)
             f.store(f.load(V16F, where) * shrink, where)
