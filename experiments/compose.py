@@ -1,8 +1,8 @@
 """Composition: what stands on the command line becomes one master configuration and the points of a sweep.
 
-    +experiment=ratio  policy=a,b  device.exposed_us=50
-           |                |              |
-        fixed            swept           fixed      ->  master = config + fixed;  points = fixed x every swept value
++experiment=ratio  policy=a,b  device.exposed_us=50
+       |                |              |
+    fixed            swept           fixed      ->  master = config + fixed;  points = fixed x every swept value
 """
 
 from __future__ import annotations
@@ -84,21 +84,24 @@ class Composer:
         fixed = tuple(o.input_line or "" for o in parsed if not o.is_sweep_override())
         master = self.compose(fixed)
         axes = self._axes(master, parsed, swept)
-        base = (*fixed, *(values[0] for values in axes.values()))
-        for probe in dict.fromkeys((*base, value) for values in axes.values() for value in values) or [base]:
-            point = self.compose(probe)
-            self._check_launcher(master, point, probe[-1] if probe else "")
+        first = {key: values[0] for key, values in axes.items()}
+        probes = [{**first, key: value} for key, values in axes.items() for value in values]
+        for probe in dict.fromkeys(tuple(p.values()) for p in [first, *probes]):
+            point = self.compose((*fixed, *probe))
+            self._check_launcher(master, point, " ".join(probe))
             check(point)
         return Composed(master, fixed, tuple(itertools.product(*axes.values())))
 
     def _parse(self, lines: Sequence[str]) -> list[Override]:
+        """One override per key: the last one counts."""
         try:
-            return self._parser.parse_overrides(list(lines))
+            parsed = self._parser.parse_overrides(list(lines))
         except HydraException as error:
             raise InputError(sentence(error)) from error
+        return list({(o.type, o.get_key_element()): o for o in parsed}.values())
 
     def _axes(self, master: DictConfig, parsed: list[Override], swept: list[Override]) -> dict[str, list[str]]:
-        """Axis key -> overrides. The command line wins over the experiment file; repeats come last."""
+        """Axis key -> overrides. The command line wins over the experiment file; repeats come first."""
         given = {o.get_key_element().lstrip("+"): o for o in parsed}
         axes = {}
         for key, values in master.sweep.items():
@@ -108,8 +111,8 @@ class Composer:
         found = {key: _values(key, o) for key, o in axes.items()}
         if master.repeats < 1:
             raise InputError(f"repeats must be at least 1, got {master.repeats}")
-        if master.repeats > 1:
-            found["repeat"] = [f"repeat={i}" for i in range(master.repeats)]
+        if master.repeats > 1:  # outermost, so that slow drifts of a machine meet all settings alike
+            found = {"repeat": [f"repeat={i}" for i in range(master.repeats)], **found}
         return found
 
     @staticmethod

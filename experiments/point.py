@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,20 +46,29 @@ class Job:
         used = hydra.runtime.choices["hydra/launcher"]
         if used != self.launcher:
             raise InputError(f"point {point_id} says launcher {used}, but {self.launcher} launched it")
-        row, error = run(app_of(config))
+        row, error = run(app_of(config), coordinates(own))
         folder.add_row({"point_id": point_id, "point": number, "launcher": self.launcher, **row, "commit": self.commit})
         if error is not None and self.fail_fast:
             raise error
 
 
-def run(app: App) -> tuple[dict[str, Any], Exception | None]:
+def coordinates(own: list[str]) -> dict[str, Any]:
+    """Swept values as columns: ``workload.options.arrivals.rate_per_s=0.5`` is ``rate_per_s`` 0.5.
+
+    A choice of a group (``hardware=t4``) is none: its label is a column already.
+    """
+    pairs = (o.lstrip("+").split("=", 1) for o in own)
+    return {key.rsplit(".", 1)[1]: yaml.safe_load(value) for key, value in pairs if "." in key}
+
+
+def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
     """The row of a point; a failed one has ``status`` failed, the error and its traceback."""
     started = time.perf_counter()
     origin = {
         "experiment": app.name, "policy": app.policy.label, "hardware": app.hardware.label, "model": app.model.label,
         "workload": app.workload.label, "repeat": app.repeat,
     }  # fmt: skip
-    plain = {k: v for k, v in app.settings.items() if isinstance(v, bool | int | float | str) or v is None}
+    plain = {k: v for k, v in app.settings.items() if isinstance(v, bool | int | float | str) or v is None} | at
     error: Exception | None = None
     try:
         point = find(app.point, "point")

@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -19,7 +18,7 @@ from experiments.compose import Composed, configs
 from experiments.finish import finish
 from experiments.results import ResultFolder
 from experiments.settings import find
-from experiments.sweep import Sweep
+from experiments.sweep import Outcome, Sweep
 from experiments.track import track
 from hybridattn.core.errors import HybridAttnError, InputError
 
@@ -27,7 +26,9 @@ INTERRUPTED = "interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="experiments.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="experiments.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("overrides", nargs="*", help="+experiment=NAME and hydra overrides")
     p.add_argument("-m", "--multirun", action="store_true", help="accepted; a value with commas is swept in any case")
     p.add_argument("-c", "--cfg", action="store_true", help="print the composed configuration and end")
@@ -90,14 +91,12 @@ def _run_sweep(sweep: Sweep) -> int:
     return _report(sweep, outcome, stopped)
 
 
-def _report(sweep: Sweep, outcome: Any, stopped: str) -> int:
-    print_ = sweep.console.print
-    for row in sweep.folder.rows():
-        if row["status"] == "failed":
-            print_(f"failed: {row['point_id']}: {row['error']}", highlight=False, soft_wrap=True, markup=False)
+def _report(sweep: Sweep, outcome: Outcome, stopped: str) -> int:
+    lines = [f"failed: {r['point_id']}: {r['error']}" for r in sweep.folder.rows() if r["status"] == "failed"]
     if outcome.missing:
-        print_(f"{stopped or 'stopped'}: {outcome.missing} points have not run; go on with resume=true", highlight=False, soft_wrap=True)
-    print_(f"{outcome.ok} points ran, {outcome.failed} failed; results: {sweep.folder.path}", highlight=False, soft_wrap=True)
+        lines.append(f"{stopped or 'stopped'}: {outcome.missing} points have not run; go on with resume=true")
+    lines.append(f"{outcome.ok} points ran, {outcome.failed} failed; results: {sweep.folder.path}")
+    sweep.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
     if stopped == INTERRUPTED:
         return 130
     return 0 if not outcome.failed and not outcome.missing else 1

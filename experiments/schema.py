@@ -81,6 +81,7 @@ class Analysis:
     candidate : the series whose crossover goes to summary.json, in the first panel (``panel`` chooses another one)
     theory : name of a line of ``experiments.theory`` drawn beside the points
     published : a file of published points under experiments/published
+    enough : say from which x on more of it helps by less than 5 % at a doubling
     """
 
     x: str = ""
@@ -98,6 +99,7 @@ class Analysis:
     log_y: bool = False
     theory: str = ""
     published: str = ""
+    enough: bool = False
 
 
 @dataclass

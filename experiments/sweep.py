@@ -1,8 +1,8 @@
 """A sweep: count the points, project the time, launch what is missing, watch the rows come in.
 
-    main process     count -> project -> launcher.launch(points) ------------------------> rows, figures, summary
-    launcher         |point 0: row|point 1: row|point 2: failed, row| ...      (here, in processes, or in a cluster)
-    watcher thread        reads rows.jsonl, moves the progress bar
+main process     count -> project -> launcher.launch(points) ------------------------> rows, figures, summary
+launcher         |point 0: row|point 1: row|point 2: failed, row| ...      (here, in processes, or in a cluster)
+watcher thread        reads rows.jsonl, moves the progress bar
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.runtime.provenance import git_commit
 
 WATCH_S = 0.2
+COMPOSE_S = 0.2  # to compose the configuration of a point
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ class Sweep:
         for file in (self.folder.rows_file, *reversed(others)):
             took = [r["took_s"] for r in ResultFolder.open(file.parent).rows() if r.get("status") == "ok"]
             if took and file.parent.resolve() == self.folder.path or len(took) >= 3:
-                return sum(took) / len(took) + 0.2, "from earlier points"  # 0.2 s to compose
-        return float(self.composed.master.point_seconds), "as the experiment expects"
+                return sum(took) / len(took) + COMPOSE_S, "from earlier points"
+        return float(self.composed.master.point_seconds) + COMPOSE_S, "as the experiment expects"
 
     def _workers(self) -> int:
         jobs = self.composed.master.hydra.launcher.get("n_jobs", 1)

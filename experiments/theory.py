@@ -41,10 +41,10 @@ def _one_layer_overlap(panel: Panel, question: Question) -> list[Line]:
 
 
 def _eq6(panel: Panel, question: Question) -> list[Line]:
-    """Section 2: asymmetric pipelining, the CPU always busy; over the ratio of rates r = N_G / N_C."""
+    """Section 2: asymmetric pipelining, the CPU always busy; over N_C / N_G."""
     x = float(panel.rows[0]["attention_over_linear"])
-    rs = _grid(panel, question)
-    return [Line("theory: asymmetric pipelining", tuple(rs), tuple(ap_gain(x, r) for r in rs))]
+    shares = _grid(panel, question)
+    return [Line("theory: asymmetric pipelining", tuple(shares), tuple(ap_gain(x, 1 / s) for s in shares))]
 
 
 def _capacity(panel: Panel, question: Question) -> list[Line]:

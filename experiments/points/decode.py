@@ -8,16 +8,18 @@ How many rows there are follows from one of two ways of asking:
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, with_exposed
-from experiments.points.measured import measure
+from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
+from hybridattn.cost.profile import load_profile
 from hybridattn.policies.base import Policy
 from hybridattn.runtime.steady import Load, SteadyRun
 
@@ -32,6 +34,7 @@ class DecodeSettings:
     exposed_fraction : time exposed at each layer under a policy with CPU rows, as a share of the layer of the GPU rows
     passes, warmup : passes measured and left out; null: two and one per layer
     output_tokens, prompt_tokens : of a measured request (real devices only)
+    neighbours : busy processes beside a measured point (real devices only)
     """
 
     gpu_rows: int | None = None
@@ -44,11 +47,12 @@ class DecodeSettings:
     warmup: int | None = None
     prompt_tokens: int = 16
     output_tokens: int = 16
+    neighbours: int = 0
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.demand is None):
             raise InputError(f"settings need one of ratio and demand, got {self.ratio} and {self.demand}")
-        for name in ("ratio", "demand", "exposed_fraction"):
+        for name in ("ratio", "demand", "exposed_fraction", "neighbours"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InputError(f"settings.{name} must not be negative, got {value}")
@@ -60,10 +64,10 @@ def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
     if app.device.name == "sim":
         return simulate(app, settings)
     gpu_rows = settings.gpu_rows or 2
-    total = gpu_rows + round(gpu_rows * settings.ratio) if settings.ratio is not None else round(
-        gpu_rows * (settings.demand or 0)
-    )
-    return measure(app, gpu_rows, max(1, total), settings.prompt_tokens, settings.output_tokens)
+    times = 1 + settings.ratio if settings.ratio is not None else settings.demand or 0.0
+    measure = importlib.import_module("experiments.points.measured").measure  # needs torch, which simulations do not
+    with busy(settings.neighbours):
+        return measure(app, gpu_rows, max(1, round(gpu_rows * times)), settings.prompt_tokens, settings.output_tokens)
 
 
 def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
@@ -87,16 +91,20 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
         Costs(cost, priced), priced, policy, Load(gpu_rows, cpu_rows, s.context), lambda p: sim_device(app, p)
     )
     layers = cost.shape.num_layers
-    found = run.measure(layers + 1 if s.warmup is None else s.warmup, 2 * (layers + 1) if s.passes is None else s.passes)
+    found = run.measure(
+        layers + 1 if s.warmup is None else s.warmup, 2 * (layers + 1) if s.passes is None else s.passes
+    )
     return {
         "kind": "simulated", "device": "sim", "profile": pricing.fingerprint,
         "gpu_rows": gpu_rows, "cpu_rows": cpu_rows, "gpu_capacity_rows": capacity,
         "cpu_capacity_rows": on_cpu // s.context, "num_layers": layers,
+        "cpu_cores": int(load_profile(app.hardware.cpu, "cpu").value("cores")),
         "tokens_per_s": found.tokens_per_s, "gpu_tokens_per_s": found.gpu_tokens_per_s,
         "cpu_tokens_per_s": found.cpu_tokens_per_s, "gpu_tpot_ns": found.gpu_tpot_ns,
         "cpu_tpot_ns": found.cpu_tpot_ns, "passes": found.passes, "duration_ns": found.duration_ns,
         "linear_layer_ns": linear_ns, "attention_layer_ns": attention_ns,
-        "attention_over_linear": attention_ns / linear_ns, "rate_ratio": rate, "exposed_layer_ns": exposed_ns,
+        "attention_over_linear": attention_ns / linear_ns, "rate_ratio": rate, "cpu_over_gpu_rate": 1 / rate,
+        "exposed_layer_ns": exposed_ns,
         "stretch": exposed_ns / (linear_ns + attention_ns) if uses_cpu and cpu_rows else None,
     }  # fmt: skip
 

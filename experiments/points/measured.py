@@ -36,7 +36,9 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     token, prefill included; a warm-up call before it is left out.
     """
     if not app.model.load:
-        raise InputError(f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}")
+        raise InputError(
+            f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}"
+        )
     pages = -(-(prompt_tokens + output_tokens) // PAGE)
     policy = policy_of(app)
     with LLM(

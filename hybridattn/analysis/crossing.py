@@ -118,7 +118,7 @@ def crossover(
     if found.value is None or repeats > 1:
         return found  # two repeats tell of noise, but not enough for an interval
     below = max(x for x in xs if x <= found.value)
-    above = min(x for x in xs if x >= found.value and (x > below or x == found.value))
+    above = min(x for x in xs if x > below)  # the first point that pays lies above the value
     return Crossing("found", found.value, below, above, found.until, method="grid points around it")
 
 

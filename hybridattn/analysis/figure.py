@@ -25,6 +25,7 @@ STYLES = {
     "async_overlap": ("#009e73", "D"), "cpu_only": ("#cc79a7", "v"), "fixed_fraction": ("#b8a800", "P"),
     "adaptive": ("#d55e00", "*"), "auto": ("#0072b2", "X"),
 }  # fmt: skip
+TITLE_WIDTH = 92
 OTHERS = ("#666666", "#8c564b", "#17becf", "#7f3c8d", "#11a579", "#3969ac")
 
 
@@ -87,9 +88,9 @@ def _draw_panel(axes: Axes, panel: Panel, question: Question, found: Crossing | 
         spread = [[y - min(series.samples[x]) * scale[x] for x, y in zip(xs, ys, strict=True)],
                   [max(series.samples[x]) * scale[x] - y for x, y in zip(xs, ys, strict=True)]]  # fmt: skip
         repeated = any(len(series.samples[x]) > 1 for x in xs)
-        axes.errorbar(
-            xs, ys, yerr=spread if repeated else None, label=series.name, color=colour, marker=marker, markersize=5, linewidth=1.6, capsize=3
-        )
+        bars = {"yerr": spread, "capsize": 3} if repeated else {}
+        look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
+        axes.errorbar(xs, ys, label=series.name, **look, **bars)
     for line in lines:
         style = {"linestyle": "none", "marker": "x"} if line.published else {"linestyle": "--"}
         axes.plot(line.x, line.y, color="#8b0000", linewidth=1.4, label=line.label, **style)
@@ -114,6 +115,6 @@ def _label(axes: Axes, panel: Panel, question: Question, found: Crossing | None)
     axes.set_axisbelow(True)
     head = [panel.label] if panel.label else []
     if found is not None and question.candidate:
-        head += textwrap.wrap(f"{question.candidate} over {question.baseline}: {found.describe()}", 84)
-    source = textwrap.wrap(str(panel.origin), 84)
+        head += textwrap.wrap(f"{question.candidate} over {question.baseline}: {found.describe()}", TITLE_WIDTH)
+    source = textwrap.wrap(str(panel.origin), TITLE_WIDTH)
     axes.set_title("\n".join([*head, *source]), fontsize=8.5)

@@ -1,6 +1,6 @@
 """Rows of a sweep as panels of series: what figures and crossovers are made of.
 
-    rows -> one panel for each value of the panel columns -> one series for each policy -> samples at each x
+rows -> one panel for each value of the panel columns -> one series for each policy -> samples at each x
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from hybridattn.analysis.crossing import crossover
+from hybridattn.analysis.figure import Line, draw_sweep
+from hybridattn.analysis.series import Question, gains, origin_of, panels_of
+from hybridattn.core.errors import InputError
+
+ASKED = Question("ratio", "rate", panels=("hardware",), baseline="gpu_only", candidate="async_overlap", unit="to one")
+
+
+def rows(kind="simulated"):
+    found = []
+    for hardware in ("T4", "A10"):
+        for policy, slope in (("gpu_only", 0.0), ("async_overlap", 0.2)):
+            for ratio in (1, 2, 4):
+                value = 10 + slope * (ratio - 3) * 10
+                origin = {"kind": kind, "device": "sim", "profile": f"{hardware}@1", "commit": "abc", "status": "ok"}
+                found.append({"hardware": hardware, "policy": policy, "ratio": ratio, "rate": value, **origin})
+    return found
+
+
+def test_rows_become_panels_of_series_with_their_origin():
+    panels = panels_of(rows(), ASKED)
+    assert [p.label for p in panels] == ["T4", "A10"]
+    assert [s.name for s in panels[0].series] == ["gpu_only", "async_overlap"]
+    assert str(panels[0].origin) == "simulated with profile T4@1, commit abc"
+    assert gains(panels[0], "async_overlap", "gpu_only") == pytest.approx({1: 0.6, 2: 0.8, 4: 1.2})
+
+
+def test_failed_rows_and_rows_without_the_value_are_left_out():
+    bad = [{**rows()[0], "status": "failed", "rate": 1e9}, {**rows()[0], "rate": None}]
+    assert panels_of(bad, ASKED) == []
+    assert panels_of([*rows(), *bad], ASKED)[0].series[0].samples[1] == (10,)
+
+
+def test_simulated_and_measured_rows_share_no_figure():
+    mixed = [*rows(), {**rows()[0], "kind": "measured"}]
+    with pytest.raises(InputError, match="simulated and measured cannot share"):
+        panels_of(mixed, ASKED)
+    assert origin_of([]).kinds == ()
+
+
+def test_figures_are_written_with_provenance_theory_and_crossover(tmp_path):
+    panels = panels_of(rows(), ASKED)
+    found = {p.label: crossover(p.series[0], p.series[1]) for p in panels}
+    line = {"T4": [Line("theory", (1.0, 4.0), (0.6, 1.2)), Line("published", (2.0,), (0.9,), published=True)]}
+    paths = [tmp_path / "a.png", tmp_path / "a.svg"]
+    draw_sweep(panels, ASKED, paths, title="A question", crossings=found, lines=line)
+    assert paths[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert paths[1].read_text().lstrip().startswith("<?xml")
+
+
+def test_a_question_needs_its_columns():
+    with pytest.raises(InputError, match="columns for x and y"):
+        Question("", "rate")
+    with pytest.raises(InputError, match="needs a baseline"):
+        Question("ratio", "rate")
