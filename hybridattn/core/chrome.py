@@ -39,6 +39,12 @@ def write_chrome(trace: Trace, path: Path) -> None:
     document = {
         "traceEvents": chrome_events(trace),
         "displayTimeUnit": "ms",
-        "otherData": {"device": trace.device, "kind": trace.kind, "profile": trace.profile, "commit": trace.commit},
+        "otherData": {
+            "device": trace.device,
+            "kind": trace.kind,
+            "profile": trace.profile,
+            "commit": trace.commit,
+            "clock_spread_ns": trace.clock_spread_ns,
+        },
     }
     path.write_text(json.dumps(document))

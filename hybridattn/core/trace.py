@@ -11,13 +11,17 @@ from hybridattn.core.op import LANES
 
 @dataclass(slots=True)
 class Trace:
-    """Spans plus provenance. ``kind`` says measured, emulated or simulated; titles and rows repeat it."""
+    """Spans plus provenance. ``kind`` says measured, emulated or simulated; titles and rows repeat it.
+
+    ``clock_spread_ns`` is how far the times of GPU spans may lie from those of the host (0: one clock).
+    """
 
     device: str
     kind: str
     profile: str
     commit: str
     spans: list[Span] = field(default_factory=list)
+    clock_spread_ns: int = 0
 
     def lane(self, name: str) -> list[Span]:
         """The spans of a lane by start time."""

@@ -1,0 +1,36 @@
+"""One part of the GPU check: ``python -m scripts.gpucheck LETTER OUT_DIR [--dry-run] [--budget SECONDS]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from scripts.gpucheck.report import Budget, Report
+
+PARTS = {
+    "a": ("machine.json", "machine"),
+    "b": ("conformance.json", "conformance"),
+    "c": ("kernels.json", "gpu_bandwidth"),
+    "d": ("kernels.json", "cpu_bandwidth"),
+    "e": ("policies.json", "policies"),
+    "f": ("tokens.json", "tokens"),
+    "g": ("trace.json", "traces"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="gpucheck")
+    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--budget", type=float, default=120.0)
+    args = parser.parse_args()
+    name, module = PARTS[args.part]
+    report = Report(args.out / name, args.part, args.dry_run)
+    return importlib.import_module(f"scripts.gpucheck.{module}").run(report, Budget(args.budget), args.dry_run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

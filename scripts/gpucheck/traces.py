@@ -1,0 +1,34 @@
+"""Part g: two iterations as a Chrome trace."""
+
+from __future__ import annotations
+
+from hybridattn.core.chrome import write_chrome
+from hybridattn.core.trace import Trace, violations
+from hybridattn.policies.fixed import AsyncOverlap
+from hybridattn.runtime.provenance import git_commit
+from scripts.gpucheck.bench import Bench
+from scripts.gpucheck.report import Budget, Report
+from scripts.gpucheck.settings import policy_run
+
+
+def run(report: Report, budget: Budget, dry_run: bool) -> int:
+    """The file is the trace itself, so that Perfetto opens it; its ``otherData`` says where it comes from."""
+    settings = policy_run(dry_run)
+    bench = Bench(settings, "host" if dry_run else "cuda")
+    try:
+        ratio = 2 if dry_run else 4
+        policy = AsyncOverlap(ratio / (1 + ratio))
+        window = bench.window(policy, settings.gpu_requests, settings.gpu_requests * ratio, settings.window_s / 3)
+        device = bench.device
+    finally:
+        bench.close()
+    broken = violations(list(window.spans))
+    for sentence in broken[:10]:
+        print(f"   {sentence}")
+    passes = [p for p in window.passes if p.gpu_rows and p.cohorts]
+    first, last = passes[len(passes) // 2 - 1], passes[len(passes) // 2]
+    spans = [s for s in window.spans if s.end_ns > first.start_ns and s.start_ns < last.end_ns]
+    spread_ns = getattr(device, "clock_spread_ns", 0)
+    write_chrome(Trace(device.name, device.kind, device.profile, git_commit(), spans, spread_ns), report.path)
+    print(f"   {len(spans)} spans of passes {first.index} and {last.index}, clock spread {spread_ns} ns")
+    return 1 if broken else 0
