@@ -52,6 +52,12 @@ class CacheShape:
     def num_slots(self) -> int:
         return self.num_pages * self.page_size
 
+    def check(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Refuse caches of another geometry than this."""
+        other = cache_shape(k_cache, v_cache)
+        if other != self:
+            refuse("k_cache", f"geometry {other} is not the plan's {self}")
+
 
 def cache_shape(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheShape:
     """Read the geometry off one layer's cache tensors."""
@@ -211,6 +217,16 @@ def check_table(table: torch.Tensor, lengths: torch.Tensor, first_keys: torch.Te
             "block_table",
             f"sequence {bad[0]}, column {bad[1]} names page {table[bad].item()}, there are {cache.num_pages} pages",
         )
+
+
+def owners(counts: torch.Tensor) -> torch.Tensor:
+    """Item -> sequence where sequence i owns ``counts[i]`` items, one after another.
+
+    What ``repeat_interleave`` gives, without its parallel region: waking threads costs milliseconds on a busy host.
+    """
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if len(counts) else 0
+    return torch.zeros(total + 1, dtype=torch.int64).index_add_(0, ends, torch.ones_like(ends)).cumsum(0)[:total]
 
 
 def upload(device: torch.device, *parts: torch.Tensor) -> list[torch.Tensor]:

@@ -18,15 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_kernels.environment import interpreted  # first: it prepares Triton's environment
-
-from gpu_kernels.capability import Capability  # isort: skip
-from gpu_kernels.variants import TARGETS, Variant, variants  # isort: skip
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
+
+from gpu_kernels.capability import Capability
+from gpu_kernels.environment import interpreted
+from gpu_kernels.variants import TARGETS, Variant, variants
 
 RECORD = Path(__file__).with_name("recorded_spills.json")
 

@@ -25,11 +25,12 @@ from gpu_kernels.checks import (
     check_tensor,
     first_keys_of,
     host_integers,
+    owners,
     per_head,
     refuse,
     upload,
 )
-from gpu_kernels.config import DTYPES, SPLIT_MULTIPLE, combine_config, decode_config
+from gpu_kernels.config import DTYPES, SPLIT_MULTIPLE, Config, combine_config, decode_config
 from gpu_kernels.launch import launch
 
 DEFAULT_SPLIT_TOKENS = 512
@@ -40,7 +41,7 @@ class DecodePlan:
     """What a batch's decode attention does, the same for every layer of equal cache geometry. Made by `plan_decode`."""
 
     cache: CacheShape
-    capability: Capability
+    config: Config
     q_dtype: torch.dtype
     num_seqs: int
     num_q_heads: int
@@ -48,7 +49,6 @@ class DecodePlan:
     sm_scale: float
     window_left: int
     logits_soft_cap: float
-    extras: bool
     split_tokens: int
     item_seq: torch.Tensor
     item_split: torch.Tensor
@@ -118,8 +118,7 @@ class DecodePlan:
         """
         device, head_dim = self.cache.device, self.cache.head_dim
         shape = (self.num_seqs, self.num_q_heads, head_dim)
-        if cache_shape(k_cache, v_cache) != self.cache:
-            refuse("k_cache", f"geometry {cache_shape(k_cache, v_cache)} is not the plan's {self.cache}")
+        self.cache.check(k_cache, v_cache)
         scales = check_scales(self.cache, k_scale, v_scale)
         check_rows("q", q, shape, (self.q_dtype,), device)
         if out is None:
@@ -164,10 +163,9 @@ class DecodePlan:
     ) -> None:
         cache, group = self.cache, self.num_q_heads // self.cache.num_kv_heads
         k_scale, v_scale = scales or (self.sinks, self.sinks)  # a float32 pointer that is not followed
-        config = decode_config(self.q_dtype, cache.quantised, self.extras, group, cache.head_dim, self.capability)
-        grid = (self.num_parts, cache.num_kv_heads, -(-group // config.constants["BLOCK_G"]))
+        grid = (self.num_parts, cache.num_kv_heads, -(-group // self.config.constants["BLOCK_G"]))
         launch(
-            bodies.attend_split, grid, config, cache.device,
+            bodies.attend_split, grid, self.config, cache.device,
             q, k_cache, v_cache, k_scale, v_scale, self.alibi_slopes, sinks, self.item_seq, self.item_split,
             self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), cache.stride, cache.stride_head,
             cache.num_kv_heads * cache.page_size, cache.page_size, out.stride(0), out.stride(1), lse.stride(0),
@@ -242,9 +240,10 @@ def plan_decode(
     check_table(table, lens, first_keys, cache)
     item_seq, item_split, part_start = _work(lens, first_keys, split_tokens)
     item_seq, item_split, part_start, table, lens = upload(cache.device, item_seq, item_split, part_start, table, lens)
+    extras, group = logits_soft_cap > 0.0 or alibi_slopes is not None, num_q_heads // cache.num_kv_heads
     return DecodePlan(
         cache=cache,
-        capability=capability,
+        config=decode_config(dtype, cache.quantised, extras, group, cache.head_dim, capability),
         q_dtype=dtype,
         num_seqs=len(lens),
         num_q_heads=num_q_heads,
@@ -252,7 +251,6 @@ def plan_decode(
         sm_scale=scale,
         window_left=window_left,
         logits_soft_cap=float(logits_soft_cap),
-        extras=logits_soft_cap > 0.0 or alibi_slopes is not None,
         split_tokens=split_tokens,
         item_seq=item_seq,
         item_split=item_split,
@@ -284,7 +282,7 @@ def _work(
     first_split = first_keys // split_tokens
     counts = (ceil_div(lens.to(torch.int64), split_tokens) - first_split).clamp(min=1)
     part_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    item_seq = torch.arange(len(lens)).repeat_interleave(counts)
+    item_seq = owners(counts)
     item_split = torch.arange(len(item_seq)) - part_start[item_seq] + first_split[item_seq]
     return item_seq, item_split, part_start
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_kernels.bodies import prefill as bodies
-from gpu_kernels.capability import Capability, capability_of
+from gpu_kernels.capability import capability_of
 from gpu_kernels.checks import (
     CacheShape,
     cache_shape,
@@ -20,11 +20,12 @@ from gpu_kernels.checks import (
     first_keys_of,
     first_where,
     host_integers,
+    owners,
     per_head,
     refuse,
     upload,
 )
-from gpu_kernels.config import prefill_config
+from gpu_kernels.config import Config, prefill_config
 from gpu_kernels.decode import check_query_dtype
 from gpu_kernels.launch import launch
 
@@ -34,7 +35,7 @@ class PrefillPlan:
     """What the prefill attention of a batch of chunks does, the same for every layer. Made by `plan_prefill`."""
 
     cache: CacheShape
-    capability: Capability
+    config: Config
     q_dtype: torch.dtype
     num_tokens: int
     num_q_heads: int
@@ -43,7 +44,6 @@ class PrefillPlan:
     window_left: int
     causal: bool
     logits_soft_cap: float
-    extras: bool
     item_seq: torch.Tensor
     item_tile: torch.Tensor
     query_start_loc: torch.Tensor
@@ -92,8 +92,7 @@ class PrefillPlan:
         """
         cache, device = self.cache, self.cache.device
         shape = (self.num_tokens, self.num_q_heads, cache.head_dim)
-        if cache_shape(k_cache, v_cache) != cache:
-            refuse("k_cache", f"geometry {cache_shape(k_cache, v_cache)} is not the plan's {cache}")
+        cache.check(k_cache, v_cache)
         k_scale, v_scale = check_scales(cache, k_scale, v_scale) or (self.sinks, self.sinks)  # never followed
         check_rows("q", q, shape, (self.q_dtype,), device)
         if out is None:
@@ -102,9 +101,8 @@ class PrefillPlan:
         if lse is None:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
         check_tensor("lse", lse, shape[:2], (torch.float32,), device)
-        config = prefill_config(self.q_dtype, cache.quantised, self.extras, cache.head_dim, self.capability)
         launch(
-            bodies.attend_tile, (self.num_items, cache.num_kv_heads), config, device,
+            bodies.attend_tile, (self.num_items, cache.num_kv_heads), self.config, device,
             q, k_cache, v_cache, k_scale, v_scale, self.alibi_slopes, self.sinks, self.item_seq, self.item_tile,
             self.block_table, self.query_start_loc, self.seq_lens, out, lse, q.stride(0), q.stride(1), cache.stride,
             cache.stride_head, cache.num_kv_heads * cache.page_size, cache.page_size, out.stride(0), out.stride(1),
@@ -169,7 +167,7 @@ def plan_prefill(
     item_seq, item_tile, starts, table, lens = upload(cache.device, item_seq, item_tile, starts, table, lens)
     return PrefillPlan(
         cache=cache,
-        capability=capability,
+        config=config,
         q_dtype=dtype,
         num_tokens=num_tokens,
         num_q_heads=num_q_heads,
@@ -178,7 +176,6 @@ def plan_prefill(
         window_left=window_left,
         causal=causal,
         logits_soft_cap=float(logits_soft_cap),
-        extras=extras,
         item_seq=item_seq,
         item_tile=item_tile,
         query_start_loc=starts,
@@ -213,7 +210,7 @@ def _query_lengths(starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 def _work(q_lens: torch.Tensor, lens: torch.Tensor, group: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of BLOCK_M packed rows: item -> sequence, item -> tile. Those with the most keys start first."""
     tiles = ceil_div(q_lens * group, block_m)
-    item_seq = torch.arange(len(q_lens)).repeat_interleave(tiles)
+    item_seq = owners(tiles)
     item_tile = torch.arange(len(item_seq)) - (tiles.cumsum(0) - tiles)[item_seq]
     keys = (lens - q_lens)[item_seq] + (item_tile + 1) * block_m // group
     order = keys.argsort(descending=True, stable=True)
