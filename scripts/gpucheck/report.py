@@ -42,7 +42,10 @@ class Report:
         """Append to the list ``name``, and say so."""
         self._found.setdefault(name, []).append(row)
         self._write()
-        print(f"   {name}: " + ", ".join(f"{k} {_short(v)}" for k, v in row.items() if not isinstance(v, dict | list)))
+        print(
+            f"   {name}: "
+            + ", ".join(f"{k} {_short(v)}" for k, v in row.items() if not isinstance(v, dict | list | tuple))
+        )
 
     def done(self, ok: bool = True) -> int:
         """The part came to its end; returns the exit status."""

@@ -58,7 +58,7 @@ def test_chrome_trace_names_its_lanes_and_its_source(tmp_path):
         Span(GPU, "linear", 1_000_000, 3_000_000, layer=2, rows=4, num_bytes=10),
         Span(CPU, "attention", 2_000_000, 2_500_000),
     ]
-    write_chrome(Trace("sim", "simulated", "t4", "abc", spans), tmp_path / "trace.json")
+    write_chrome(Trace("sim", "simulated", "t4", "abc", spans, clock_spread_ns=7), tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())
     names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
     assert list(names.values()) == list(LANES)
@@ -66,7 +66,8 @@ def test_chrome_trace_names_its_lanes_and_its_source(tmp_path):
     assert (names[linear["tid"]], linear["ts"], linear["dur"]) == (GPU, 0.0, 2000.0)
     assert (names[attention["tid"]], attention["ts"], attention["dur"]) == (CPU, 1000.0, 500.0)
     assert linear["args"] == {"layer": 2, "rows": 4, "bytes": 10}
-    assert found["otherData"] == {"device": "sim", "kind": "simulated", "profile": "t4", "commit": "abc"}
+    source = {"device": "sim", "kind": "simulated", "profile": "t4", "commit": "abc"}
+    assert found["otherData"] == {**source, "clock_spread_ns": 7}
 
 
 def test_kv_bytes_of_known_models():
