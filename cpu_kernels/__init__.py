@@ -5,10 +5,11 @@ Needs NumPy and llvmlite; torch tensors are accepted, torch is not required. See
 
 from cpu_kernels import isa, reference, topology
 from cpu_kernels.arrays import from_bf16, to_bf16
+from cpu_kernels.job import Job, JobCancelled, PoolClosed, WorkerError
 from cpu_kernels.merge import merge_state, merge_states
 from cpu_kernels.pages import KVPages, append_kv, copy_pages, gather_kv, pack, unpack
 from cpu_kernels.plan import DecodePlan, plan_decode
-from cpu_kernels.pool import Job, JobCancelled, PoolClosed, WorkerError, WorkerPool
+from cpu_kernels.pool import WorkerPool
 from cpu_kernels.prefill import prefill
 
 __all__ = [

@@ -12,197 +12,24 @@ class 0 before class 1.
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import struct
 import threading
 import time
 import weakref
 from collections import deque
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from cpu_kernels import isa, jit, topology
-from cpu_kernels.codegen.fields import CTL_WORDS, JOB_WORDS, RING_SLOTS, Ctl, Fault
+from cpu_kernels import topology
+from cpu_kernels.codegen.fields import JOB_WORDS, Ctl, Fault
 from cpu_kernels.codegen.fields import Job as Word
-from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE, build_worker
-from cpu_kernels.memory import pin_this_thread
+from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
+from cpu_kernels.job import Job, PoolClosed, error_of
+from cpu_kernels.pool_state import JOB_BYTES, MAX_JOBS, PoolState, close_forgotten, natives, worker_thread
 
-JOB_BYTES = 8 * JOB_WORDS
-MAX_JOBS = RING_SLOTS - 64  # the ring keeps room for jobs that ended but that no worker has passed yet
-_FUTEX_NUMBER = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98}
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
-_SLICE_S = 0.05
 # Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
 _HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
-_HEAD_AT, _RELEASE, _DONE = 8 * int(Word.REMAINING), int(Ctl.RELEASE), int(Word.DONE)
-
-
-class WorkerError(RuntimeError):
-    """A job did not give a result."""
-
-
-class JobCancelled(WorkerError):
-    """The job was cancelled; its output is to be discarded."""
-
-
-class PoolClosed(WorkerError):
-    """The pool was closed before the job ran, or before it was submitted."""
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
-
-
-@lru_cache(maxsize=1)
-def _natives() -> tuple[Any, Any, int]:
-    """Return (worker, push, address of push)."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    loaded = jit.load(build_worker(x86), ("worker", "push"), jit.Target(isa.target_cpu("portable")))
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    push = loaded.addresses["push"]
-    # A push takes well under a microsecond: keeping the GIL (PYFUNCTYPE) is cheaper than giving it away and back.
-    return call(loaded.addresses["worker"]), ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(push), push
-
-
-def _aligned_words(count: int) -> np.ndarray:
-    raw = np.zeros(count + 8, np.int64)
-    start = (-raw.ctypes.data % 64) // 8
-    return raw[start : start + count]
-
-
-class _Shared:
-    """Memory and threads of a pool; the threads hold this, never the pool, so that an unused pool can go away."""
-
-    def __init__(self, spin_us: float) -> None:
-        machine = platform.machine()
-        if platform.system() != "Linux" or machine not in _FUTEX_NUMBER:
-            raise OSError(f"WorkerPool needs Linux on x86-64 or AArch64, this is {platform.system()} on {machine}")
-        self.libc = ctypes.CDLL(None, use_errno=True)
-        self.futex_number = _FUTEX_NUMBER[machine]
-        self.ctl, self.slab = _aligned_words(CTL_WORDS), _aligned_words(MAX_JOBS * JOB_WORDS)
-        self.ctl[Ctl.SPIN_NS] = int(spin_us * 1000)
-        self.ctl[Ctl.CLOCK] = ctypes.cast(self.libc.clock_gettime, ctypes.c_void_p).value
-        self.ctl[Ctl.SYSCALL] = ctypes.cast(self.libc.syscall, ctypes.c_void_p).value
-        self.ctl[Ctl.FUTEX] = self.futex_number
-        # Plain memory views read and write single words faster than NumPy indexing does.
-        self.bytes = memoryview(self.slab.data).cast("B")
-        self.words = self.bytes.cast("q")
-        self.slab_at, self.ctl_at = self.slab.ctypes.data, self.ctl.ctypes.data
-        self.control = memoryview(self.ctl.data).cast("B").cast("q")
-        self.threads: list[threading.Thread] = []
-        self.kept: list[Any] = []
-
-    def futex(self, address: int, operation: int, value: int, timeout_s: float | None = None) -> None:
-        limit = None
-        if timeout_s is not None:
-            limit = ctypes.byref(_TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9)))
-        self.libc.syscall(
-            ctypes.c_long(self.futex_number), ctypes.c_void_p(address), ctypes.c_long(operation),
-            ctypes.c_long(value & 0xFFFFFFFF), limit, None, ctypes.c_long(0),
-        )  # fmt: skip
-
-    def ring_bell(self, word: Ctl) -> None:
-        """Change a control word and wake its sleepers; the change comes first, so no wake-up is lost."""
-        self.control[word] += 1
-        self.futex(self.ctl_at + 8 * word, FUTEX_WAKE_PRIVATE, EVERYBODY)
-
-    def stop(self, timeout_s: float) -> bool:
-        """Tell all workers to end and wait for them; False if one is still running."""
-        self.control[Ctl.STOP] = 1
-        limit = time.monotonic() + timeout_s
-        for thread in self.threads:
-            while thread.is_alive() and time.monotonic() < limit:
-                # Python adds to these words without an atomic operation, so a push at the same instant may hide a ring.
-                self.ring_bell(Ctl.SIGNAL)
-                self.ring_bell(Ctl.RELEASE)
-                thread.join(min(_SLICE_S, max(0.0, limit - time.monotonic())))
-        return not any(thread.is_alive() for thread in self.threads)
-
-
-def _worker_thread(shared: _Shared, cpu: int | None) -> None:
-    if cpu is not None:
-        pin_this_thread(cpu)
-    _natives()[0](shared.ctl_at)
-
-
-def _close_forgotten(shared: _Shared) -> None:
-    shared.stop(5.0)
-
-
-class Job:
-    """A submitted attention. Made by `WorkerPool.submit`.
-
-    `done` never blocks and costs about 100 ns; `wait` is bounded. After the end, `start_ns` and `end_ns` hold the
-    workers' CLOCK_MONOTONIC times (the clock of `time.perf_counter_ns`), `error` the reason of a failure.
-    """
-
-    __slots__ = ("_pool", "_words", "_index", "_done_at", "_sequence", "_alive", "_plan", "_space", "_settled",
-                 "_error", "_start_ns", "_end_ns", "__weakref__")  # fmt: skip
-
-    def __init__(self, pool: WorkerPool, index: int, sequence: int, plan: Any, space: Any, alive: Any) -> None:
-        self._pool, self._words, self._index = pool, pool._shared.words, index
-        self._done_at, self._sequence = index * JOB_WORDS + _DONE, sequence
-        self._plan, self._space, self._alive = plan, space, alive
-        self._settled = False
-        self._error: WorkerError | None = None
-        self._start_ns: int | None = None
-        self._end_ns: int | None = None
-
-    def done(self) -> bool:
-        """Whether the job has ended: computed, failed or cancelled."""
-        if self._settled:
-            return True
-        if self._words[self._done_at] < self._sequence:
-            return False
-        self._pool._settle(self)
-        return True
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the job has ended.
-
-        Raises
-        ------
-        TimeoutError
-            After `timeout_s` seconds; the job goes on.
-        WorkerError
-            The job's own error (`JobCancelled`, `PoolClosed`).
-        """
-        limit = time.monotonic() + timeout_s
-        while not self.done():
-            left = limit - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"job {self._sequence} did not end within {timeout_s} s")
-            self._pool._sleep_on(self, min(left, _SLICE_S))
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> bool:
-        """Ask that the result be discarded; chunks not yet begun are skipped. False if the job had ended already."""
-        if self.done():
-            return False
-        self._pool._cancel(self)
-        return True
-
-    @property
-    def error(self) -> WorkerError | None:
-        """Why there is no result; None while running and after success."""
-        self.done()
-        return self._error
-
-    @property
-    def start_ns(self) -> int | None:
-        """When a worker began the job; None before the end, or if none did."""
-        self.done()
-        return self._start_ns
-
-    @property
-    def end_ns(self) -> int | None:
-        """When the last worker ended the job; None before the end."""
-        self.done()
-        return self._end_ns
+_HEAD_AT, _RELEASE = 8 * int(Word.REMAINING), int(Ctl.RELEASE)
 
 
 class WorkerPool:
@@ -236,20 +63,20 @@ class WorkerPool:
         reserve: int = 0,
     ) -> None:
         self.cpus = _choose_cpus(num_workers, cpus, reserve)
-        self._shared = _Shared(spin_us)
+        self._shared = PoolState(spin_us)
         self._lock = threading.RLock()
         self._free = list(range(MAX_JOBS - 1, -1, -1))
         self._flying: tuple[deque[Job], deque[Job]] = (deque(), deque())
         self._sequence = 0
         self._closed = False
-        self._push, self.push_address = _natives()[1:]
+        self._push, self.push_address = natives()[1:]
         for number, cpu in enumerate(self.cpus):
             thread = threading.Thread(
-                target=_worker_thread, args=(self._shared, cpu), name=f"cpu_kernels-{number}", daemon=True
+                target=worker_thread, args=(self._shared, cpu), name=f"cpu_kernels-{number}", daemon=True
             )
             self._shared.threads.append(thread)
             thread.start()
-        self._finalizer = weakref.finalize(self, _close_forgotten, self._shared)
+        self._finalizer = weakref.finalize(self, close_forgotten, self._shared)
 
     @property
     def num_workers(self) -> int:
@@ -321,7 +148,7 @@ class WorkerPool:
                 self._free.append(index)
             raise
         self._reset_descriptor(index * JOB_BYTES, native.num_chunks, sequence, priority, _FAULTS[fault])
-        job = Job(self, index, sequence, native, space, alive)
+        job = Job(self, self._shared.words, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)
         return job
@@ -373,7 +200,7 @@ class WorkerPool:
             words = self._shared.words
             job._start_ns = words[at + Word.START_NS] or None
             job._end_ns = words[at + Word.END_NS] or None
-            job._error = _error_of(words[at + Word.ERROR], bool(words[at + Word.CANCELLED]), job._sequence)
+            job._error = error_of(words[at + Word.ERROR], bool(words[at + Word.CANCELLED]), job._sequence)
             job._plan.give(job._space)
             job._plan = job._space = job._alive = None
             self._free.append(job._index)
@@ -442,16 +269,6 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _error_of(code: int, cancelled: bool, sequence: int) -> WorkerError | None:
-    if cancelled:
-        return JobCancelled(f"job {sequence} was cancelled")
-    if code == Fault.CLOSED:
-        return PoolClosed(f"the pool was closed before job {sequence} ended")
-    if code:
-        return WorkerError(f"job {sequence} failed: injected fault {Fault(code).name.lower()!r}")
-    return None
 
 
 def _choose_cpus(num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from cpu_kernels import isa, jit
-from cpu_kernels.codegen.emit import I32, I64, PTR, Module, vec
+from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import JOB_WORDS, Job
+from cpu_kernels.codegen.values import I32, I64, PTR, vec
 from cpu_kernels.pages import KVPages
 
 UNIT_BYTES = 16 << 10

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cpu_kernels.codegen.emit import I8, I16, I32, I64, Function, Value
+from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of
 from cpu_kernels.codegen.lines import Edge, LineMath
 from cpu_kernels.codegen.tiles import V16F, V16I, DotTiles, dot_bf16
+from cpu_kernels.codegen.values import I8, I16, I32, I64, Value
 from cpu_kernels.layout import LANES
 
 MAX_ROWS = 16

@@ -6,7 +6,7 @@ uses the processor's instructions where the level has them, which round the same
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.emit import F32, I16, I32, Value, lanes_of, vec
+from cpu_kernels.codegen.values import F32, I16, I32, Value, lanes_of, vec
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

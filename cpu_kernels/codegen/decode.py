@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from cpu_kernels.codegen import results, softmax
 from cpu_kernels.codegen.amx import AmxMath, EmulatedTiles, HardwareTiles
-from cpu_kernels.codegen.emit import F32, I64, PTR, Module, Value
+from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
 from cpu_kernels.codegen.frame import L2, MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
 from cpu_kernels.codegen.lines import LineMath, PageMath
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, DotTiles, WideTiles, element_shift, load_as_f32
+from cpu_kernels.codegen.values import F32, I64, PTR, Value
 from cpu_kernels.layout import LANES, Layout
 
 # What is fetched has to be far enough ahead to arrive in time: half a block where that is this much, else a whole one.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import LOG2E
-from cpu_kernels.codegen.emit import F32, I32, I64, PTR, Function, Value, Var
+from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.fields import Item, Job
 from cpu_kernels.codegen.tiles import V16I
+from cpu_kernels.codegen.values import F32, I32, I64, PTR, Value, Var
 from cpu_kernels.layout import LANES, Layout
 
 MINUS_INF = float("-inf")

@@ -13,10 +13,11 @@ The error of a factor is at most step / 2, 2**-16 of the largest: far below that
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import vmax
-from cpu_kernels.codegen.emit import F32, I8, I32, I64, Function, Value, Var, vec
+from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of
 from cpu_kernels.codegen.lines import Edge
 from cpu_kernels.codegen.tiles import V16F, V16I
+from cpu_kernels.codegen.values import F32, I8, I32, I64, Value, Var, vec
 from cpu_kernels.layout import LANES
 
 FLIP = -0x7F7F7F80  # 0x80808080: adds 128 to four signed bytes

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cpu_kernels.codegen.emit import I32, I64, Function, Value, Var
+from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of, total_of
 from cpu_kernels.codegen.tiles import V16F, Tiles
+from cpu_kernels.codegen.values import I32, I64, Value, Var
 from cpu_kernels.layout import LANES
 
 Edge = tuple[Value, Value]  # first allowed position in the page, and one past the last

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import LN2, LOG2E, exp2, fma, log2, vmax
-from cpu_kernels.codegen.emit import F32, I64, PTR, Value
 from cpu_kernels.codegen.fields import Item, Job
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.tiles import V16F, element_shift, store_from_f32
+from cpu_kernels.codegen.values import F32, I64, PTR, Value
 from cpu_kernels.layout import LANES
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16
-from cpu_kernels.codegen.emit import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
+from cpu_kernels.codegen.emit import Function, Module
 from cpu_kernels.codegen.tiles import element_shift, load_as_f32, store_from_f32
+from cpu_kernels.codegen.values import F32, I8, I16, I32, I64, PTR, Value, vec
 from cpu_kernels.layout import LANES, Layout
 
 

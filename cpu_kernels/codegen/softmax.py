@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import LOG2E, exp2, tanh, vmax
-from cpu_kernels.codegen.emit import F32, I32, PTR, Value
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.lines import Edge, PageMath
 from cpu_kernels.codegen.tiles import V16F
+from cpu_kernels.codegen.values import F32, I32, PTR, Value
 from cpu_kernels.layout import LANES
 
 

@@ -12,7 +12,8 @@ A *word* is one 4-byte factor that is spread over the lanes: a float32, or a pai
 from __future__ import annotations
 
 from cpu_kernels.codegen.convert import bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, fma
-from cpu_kernels.codegen.emit import F32, I16, I32, Function, Value, vec
+from cpu_kernels.codegen.emit import Function
+from cpu_kernels.codegen.values import F32, I16, I32, Value, vec
 from cpu_kernels.layout import Layout
 
 V16F, V16I = vec(16, F32), vec(16, I32)

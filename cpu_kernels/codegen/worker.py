@@ -13,8 +13,9 @@ and the next chunk together, so its add either fails (nothing left) or claims a 
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.emit import I64, PTR, Function, Module, Value, Var
+from cpu_kernels.codegen.emit import Function, Module
 from cpu_kernels.codegen.fields import RING_SLOTS, Ctl, Fault, Job
+from cpu_kernels.codegen.values import I64, PTR, Value, Var
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 CLOCK_MONOTONIC = 1
