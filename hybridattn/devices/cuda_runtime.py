@@ -17,6 +17,7 @@ from hybridattn.core.errors import InputError
 
 Stream = Any
 Event = Any
+_MAPS = Path("/proc/self/maps")
 
 
 class CudaRuntime(Protocol):
@@ -136,10 +137,22 @@ class TorchCuda:
         return torch.cuda.mem_get_info(self._device)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        _check(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0), f"pinning {num_bytes} bytes")
+        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        if code != 0:
+            self._forget_error()
+            raise RuntimeError(f"pinning {num_bytes} bytes failed with CUDA error {code}")
 
     def unpin(self, address: int) -> None:
-        _check(torch.cuda.cudart().cudaHostUnregister(address), "unpinning")
+        code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if code != 0:
+            raise RuntimeError(f"unpinning failed with CUDA error {code}")
+
+    @staticmethod
+    def _forget_error() -> None:
+        """The runtime remembers a refusal, and torch would blame the next kernel for it."""
+        path = loaded_library("libcudart.so", _MAPS)
+        if path is not None:
+            ctypes.CDLL(path).cudaGetLastError()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -159,15 +172,10 @@ class TorchCuda:
         return graph.replay
 
 
-def _check(code: Any, what: str) -> None:
-    if int(code) != 0:
-        raise RuntimeError(f"{what} failed with CUDA error {int(code)}")
-
-
 def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None]:
     """The native launch of a host function: of the runtime library that is loaded, else of the driver's."""
     for soname, symbol in (("libcudart.so", "cudaLaunchHostFunc"), ("libcuda.so", "cuLaunchHostFunc")):
-        path = loaded_library(soname, Path("/proc/self/maps"))
+        path = loaded_library(soname, _MAPS)
         if path is not None:
             launch = getattr(ctypes.CDLL(path), symbol)
             launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int

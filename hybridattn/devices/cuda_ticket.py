@@ -148,7 +148,7 @@ class HandoverTicket(HostTicket):
         self.pushed: Event | None = None  # passes once a stream has pushed the job
 
     @property
-    def ready_ns(self) -> int:  # type: ignore[override]
+    def ready_ns(self) -> int:
         return max(self._owner.host_ns(self._ready[0]) if self._ready[0] else 0, self._ready[1])
 
     @ready_ns.setter

@@ -71,7 +71,8 @@ class CudaRows(GpuRows):
         self._pages, self._staging, self._config = pages, staging, config
         self._dtype, self._sm_scale, self._place = dtype, sm_scale, place
         self._plans = self._plan_decodes()
-        self._workspace = next(iter(self._plans.values())).make_workspace() if self._plans else None
+        largest = max(self._plans.values(), key=lambda p: p.workspace_size, default=None)
+        self._workspace = None if largest is None else largest.make_workspace()
         tables = self._staging_tables()
         self._groups = self._plan_prefills(tables)
         self._slots, self._staging_slots = self._slot_mappings(tables)

@@ -53,6 +53,8 @@ class CudaTier:
             self.exchange = Exchange(device, shape, config.max_num_seqs, self._dtype, self._on, pin)
             self._open_moves(config)
             self._graphs = self._open_graphs(config.max_num_seqs)
+        rows = config.max_num_batched_tokens
+        device.reserve(GPU_TIER, self._activation_bytes(rows, config.max_num_seqs), f"activations of {rows} rows")
         device.runtime.synchronize()  # what was made here is used by the copy streams too
 
     def _new_pages(self, num_layers: int, count: int, what: str) -> CudaPages:
@@ -96,6 +98,14 @@ class CudaTier:
         graphs = LinearGraphs(self.decoder, buckets_for(max_rows), capture)
         device.reserve(GPU_TIER, graphs.nbytes, "buffers of the CUDA graphs")
         return graphs
+
+    def _activation_bytes(self, rows: int, sampled: int) -> int:
+        """What one linear stage and the head hold at a time: not kept by us, but needed by every pass."""
+        s, size = self._shape, self._dtype.itemsize
+        qkv = (s.num_q_heads + 2 * s.num_kv_heads) * s.head_dim
+        row = 4 * s.hidden_size + 3 * s.intermediate_size + 2 * qkv + 2 * s.num_q_heads * s.head_dim
+        logits = s.vocab_size * (size + 4 + 8)  # in the weights' dtype, in float32, and the search for the largest
+        return rows * row * size + sampled * logits
 
     @property
     def why_eager(self) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridattn.core.device import Span
+from hybridattn.core.op import CPU
 from hybridattn.core.records import PassRecord
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.devices.registry import open_device
@@ -56,9 +57,16 @@ class Window:
             "waits": o.waits,
             "detours": o.detours,
             "passes": o.passes,
+            "cpu_start_after_copy_us": self.handover_us,
             "pass_ms": self.pass_ns / 1e6 if self.pass_ns else None,
             "window_s": self.seconds,
         }
+
+    @property
+    def handover_us(self) -> float | None:
+        """Lower quartile of the time from the end of a copy to the start of its CPU attention: mostly without queue."""
+        gaps = sorted(s.start_ns - s.ready_ns for s in self.spans if s.lane == CPU and s.ready_ns)
+        return gaps[len(gaps) // 4] / 1e3 if gaps else None
 
     @property
     def pass_ns(self) -> int | None:

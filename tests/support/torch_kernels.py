@@ -78,12 +78,14 @@ class _Plan:
     def __init__(self, table, starts, lens, q_dtype, sm_scale, window_left):
         self.table, self.starts, self.lens = table.clone(), starts, lens.tolist()
         self.q_dtype, self.scale, self.window_left = q_dtype, sm_scale, window_left
+        kept = [n if window_left < 0 else min(n, window_left + 1) for n in self.lens]
+        self.workspace_size = sum(kept)  # more keys, more partial results
 
     def make_workspace(self):
-        return torch.empty(0)
+        return torch.empty(self.workspace_size)
 
     def run(self, q, k_cache, v_cache, out, *, k_scale=None, v_scale=None, workspace=None):
-        assert q.dtype is self.q_dtype
+        assert q.dtype is self.q_dtype and (workspace is None or workspace.numel() >= self.workspace_size)
         for i, length in enumerate(self.lens):
             rows = slice(self.starts[i], self.starts[i + 1])
             k, v = (_keys(c, s, self.table[i], length) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
