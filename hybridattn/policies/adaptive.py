@@ -133,14 +133,18 @@ class Adaptive(Policy):
             return layout, self.predict(load, layout, costs, True)
         alone = Layout("gpu_only")
         base = self.predict(load, alone, costs, True)
-        rated: list[tuple[float, int, Layout]] = []
+        rated: list[tuple[float, int, Layout, bool]] = []
         for i, layout in enumerate(self.candidates(load, costs)):
             found = self.predict(load, layout, costs, False)
             if self.limits.kept_by(found, base.gpu_tpot_ns, slack=0.1):
-                rated.append((-found.tokens_per_s * self._discount.get(layout, 1.0), i, layout))
+                kept = self.limits.kept_by(found, base.gpu_tpot_ns)
+                rated.append((-found.tokens_per_s * self._discount.get(layout, 1.0), i, layout, kept))
+        rated.sort()
+        chosen = [r for r in rated if r[3]][:FINALISTS]
+        chosen += [r for r in rated[:FINALISTS] if not r[3]]  # a longer look may find them within the limits
         best, expected = alone, base
         rate = base.tokens_per_s * self.min_gain
-        for _, _, layout in sorted(rated)[:FINALISTS]:
+        for _, _, layout, _ in chosen:
             found = self.predict(load, layout, costs, True)
             value = found.tokens_per_s * self._discount.get(layout, 1.0)
             if value > rate and self.limits.kept_by(found, base.gpu_tpot_ns):

@@ -87,6 +87,8 @@ class Asymmetric(Policy):
             riders, followers = self._split(view, rows)
             if not self._pays(view, riders, followers):
                 return ()
+            if not riders + followers:  # their turn has come though the CPU is too slow for a single one
+                riders = 1
         if self.launch_cap is not None:  # a pass with prompts has room for more rows than the one before
             self.launch_cap = max(2 * (riders + followers) + 64, self.launch_cap * 63 // 64)
         self._followers = {n for n in self._followers if n >= view.next_number - 256}
@@ -118,9 +120,7 @@ class Asymmetric(Policy):
         return riders, followers
 
     def _pays(self, view: LaunchView, riders: int, followers: int) -> bool:
-        if not riders + followers:
-            riders = followers = 1  # not even one row fits into the windows: judged as one each, and usually declined
-        if self.choice == "always" or self._gain(view, riders, followers) > 1:
+        if riders + followers and (self.choice == "always" or self._gain(view, riders, followers) > 1):
             self._declined = 0
             return True
         self._declined += 1

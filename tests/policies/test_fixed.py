@@ -8,10 +8,16 @@ import sys
 import pytest
 
 from hybridattn.core.errors import InputError
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, RequestView, TierView, Verb
-from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 from hybridattn.policies.registry import POLICIES, make_policy
 
+COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
+GIVEN = {"costs": COSTS, "predict": lambda load, layout, costs, thorough: None}
 AT = LayerView(layer=3, num_layers=8, gpu_rows=4, now_ns=0)
 
 
@@ -60,8 +66,38 @@ def test_idle_rows_leave_together_while_there_is_room_for_a_cohort():
     assert policy.launch(LaunchView(idle_rows=0, cohorts=0, gpu_rows=3)) == ()
 
 
+def test_bounded_offload_and_cohorts_take_no_more_rows_than_they_may():
+    assert SyncOffload(max_rows=3).launch(LaunchView(5, 0, 4)) == (3,)
+    assert AsyncOverlap(max_rows=4).launch(LaunchView(5, 1, 4, flying=((0, 3),))) == (1,)
+    assert AsyncOverlap(max_rows=3).launch(LaunchView(5, 1, 4, flying=((0, 3),))) == ()
+
+
+def test_equal_cohorts_leave_one_per_pass():
+    policy = AsyncOverlap(max_cohorts=3, equal=True)
+    assert policy.launch(LaunchView(9, 0, 4)) == (3,)
+    assert policy.launch(LaunchView(6, 1, 4, flying=((0, 3),))) == (3,)
+    assert policy.launch(LaunchView(3, 3, 4, flying=((0, 3), (1, 3), (2, 3)))) == ()
+
+
+def test_cpu_only_uses_one_tier_and_two_cohorts_in_turn():
+    policy = CpuOnly()
+    assert policy.place(RequestView(0, 3, 4), tiers(9, 2)) is None
+    assert policy.place(RequestView(0, 3, 4), tiers(0, 9)) == "cpu"
+    assert policy.launch(LaunchView(5, 0, 0)) == (3, 2)
+    assert policy.launch(LaunchView(5, 1, 0)) == (5,)
+    waiting, back = cohort(False)._replace(number=1), cohort(True)._replace(number=2, layer=6)
+    assert policy.detour((waiting, back), AT) == 2
+    assert policy.detour((waiting, back._replace(layer=4)), AT) is None  # the GPU comes by there next
+
+
+def test_a_fixed_fraction_is_waited_for():
+    policy = FixedFraction(0.25)
+    assert "".join(policy.allowed(i)[0][0] for i in range(8)) == "gggcgggc"
+    assert policy.ask(cohort(False), AT) is Verb.WAIT
+
+
 def test_policies_are_found_by_name_and_by_import_path():
-    assert {type(make_policy(name)) for name in POLICIES} == set(POLICIES.values())
+    assert {type(make_policy(name, **GIVEN)) for name in POLICIES} == set(POLICIES.values())
     assert make_policy("async_overlap", max_cohorts=7).max_cohorts == 7
     assert isinstance(make_policy("hybridattn.policies.fixed:SyncOffload"), SyncOffload)
     ready = GpuOnly()
@@ -89,8 +125,8 @@ def test_every_policy_that_uses_the_cpu_decides_something_at_every_layer():
     for cls in POLICIES.values():
         if "cpu" in cls.tiers:
             for ready in (True, False):
-                assert isinstance(cls().ask(cohort(ready), AT), Verb)
-        assert cls.detour is Policy.detour or cls().detour((), AT) is None
+                assert isinstance(make_policy(cls.name, **GIVEN).ask(cohort(ready), AT), Verb)
+        assert cls.detour is Policy.detour or make_policy(cls.name, **GIVEN).detour((), AT) is None
 
 
 def test_control_rooms_import_no_torch():

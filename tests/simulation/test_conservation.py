@@ -71,9 +71,11 @@ def serve(policy, seed):
         steps += 1
         assert steps < 20_000, "no progress"
     assert len(ended) + refused == len(jobs)
-    assert sum(r.output_tokens for r in ended) == sum(
-        min(o, 256 - p) for i, (p, o, _) in enumerate(jobs) if any(r.request_id == f"r{i}" for r in ended)
-    ) or refused
+    assert (
+        sum(r.output_tokens for r in ended)
+        == sum(min(o, 256 - p) for i, (p, o, _) in enumerate(jobs) if any(r.request_id == f"r{i}" for r in ended))
+        or refused
+    )
     assert all(r.finish_reason == "length" for r in ended)
     assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
     assert all(a.end_ns <= b.start_ns for a, b in zip(passes, passes[1:], strict=False))

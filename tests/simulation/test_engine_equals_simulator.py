@@ -53,7 +53,7 @@ class MovingToy(ToyStages):
 
 
 class RowsOnly(PricedStages):
-    """Priced stages whose works count rows as the toy's do: a prompt chunk's attention by its tokens, a copy by rows."""
+    """Priced stages whose attention counts rows as the toy's does: a prompt chunk by its tokens."""
 
     def begin(self, batch):
         super().begin(batch)
@@ -123,7 +123,9 @@ def test_requests_that_move_between_the_tiers_keep_their_text(cpu_blocks):
 def test_outputs_of_the_executed_run_are_right():
     jobs = [([3, 1, 4], 5, 0), ([1, 5, 9, 2], 4, 0)]
     engine = Engine(
-        ToyStages(LAYERS, 12, 40, PAGE, 8), SimDevice(cost, execute=True), make_policy("sync_offload", cpu_fraction=0.5),
+        ToyStages(LAYERS, 12, 40, PAGE, 8),
+        SimDevice(cost, execute=True),
+        make_policy("sync_offload", cpu_fraction=0.5),
         EngineConfig(12, 40, PAGE, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=24),
     )  # fmt: skip
     requests = [engine.add(p, n) for p, n, _ in jobs]

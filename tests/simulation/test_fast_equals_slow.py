@@ -57,7 +57,9 @@ POLICIES = [
 def test_the_short_cuts_change_nothing(policy, options, seed, rate, run_ahead):
     workload = synthetic(14, Poisson(rate), Uniform(40, 0.9), Uniform(12, 0.9), seed)
     for submit_ns in (0, 3_000):
-        fast, slow = (serve(policy, workload, slow=s, submit_ns=submit_ns, run_ahead=run_ahead, **options) for s in (0, 1))
+        fast, slow = (
+            serve(policy, workload, slow=s, submit_ns=submit_ns, run_ahead=run_ahead, **options) for s in (0, 1)
+        )
         assert fast == slow
         assert len(fast[0].requests) == 14
 

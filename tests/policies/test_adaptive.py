@@ -1,0 +1,241 @@
+"""The local rule, planning, limits and guard of the adaptive policy, with predictions made up by the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridattn.core.errors import InputError
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.policies.adaptive import PATIENCE_PASSES, WINDOW, Adaptive, Auto
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, RequestView, TierView, Verb
+from hybridattn.policies.layouts import Layout, fixed_layouts, policy_of, rule_layouts
+from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.rule import Rule
+
+COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
+US = 1000
+
+
+@dataclass(frozen=True)
+class Guess:
+    tokens_per_s: float
+    gpu_tpot_ns: float | None = 1e6
+    cpu_tpot_ns: float | None = 1e6
+
+
+def passing(number=0, now_ns=0, tokens=0.0, gpu_rows=24, cpu_rows=96, cpu_factor=1.0, waiting=0):
+    return PassView(
+        number, now_ns, gpu_rows, gpu_rows * 1000, cpu_rows, cpu_rows * 1000, 0, tokens, cpu_factor, waiting
+    )
+
+
+def planner(scores, default=100.0, **options):
+    """An adaptive policy whose predictions come from ``scores``: a layout's kind to its Guess."""
+    asked = []
+
+    def predict(load, layout, costs, thorough):
+        asked.append(layout)
+        return scores.get(layout.kind, Guess(default))
+
+    return Adaptive(COSTS, predict, **options), asked
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def ready(number=0, rows=40, layer=9, is_ready=True, return_ns=0):
+    return CohortView(number, rows, layer, is_ready, False, 0, rows * 1000, return_ns)
+
+
+def at(layer=3, gpu_free_us=1000, cpu_free_us=0):
+    return LayerView(layer, 32, 24, gpu_free_us * US // 2, 24_000, 24, gpu_free_us * US, cpu_free_us * US)
+
+
+def rule(**options):
+    made = Rule(COSTS, **options)
+    made.begin(passing())
+    return made
+
+
+def test_what_is_ready_joins_and_what_returns_under_the_gpus_attention_is_waited_for():
+    policy = rule()
+    assert policy.ask(ready(layer=3), at()) is Verb.JOIN
+    early = ready(layer=3, is_ready=False, return_ns=900 * US)
+    assert policy.ask(early, at(gpu_free_us=1000)) is Verb.WAIT
+    assert policy.ask(early._replace(return_ns=50_000 * US), at(gpu_free_us=1000)) is Verb.SKIP
+
+
+def test_a_wait_needs_a_starving_cpu_a_short_remainder_and_a_budget():
+    cohort = ready(layer=3, is_ready=False, return_ns=1100 * US)
+    assert rule().ask(cohort, at(cpu_free_us=1100)) is Verb.WAIT
+    assert rule().ask(cohort, at(cpu_free_us=9000)) is Verb.SKIP  # the CPU has more to do behind it
+    assert rule(stretch=1e-6).ask(cohort, at(cpu_free_us=1100)) is Verb.SKIP  # no budget
+    assert rule().ask(cohort._replace(rows=1, keys=1000), at(cpu_free_us=1100)) is Verb.SKIP  # one row is not worth it
+
+
+def test_waits_are_bounded_by_the_prediction():
+    cohort = ready(layer=3, is_ready=False, return_ns=1100 * US)
+    where = at(gpu_free_us=1000)
+    patience = rule().patience_ns(cohort, where)
+    assert 1100 * US - where.now_ns < patience < 2 * (1100 * US - where.now_ns)
+
+
+def test_a_large_cohort_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():
+    assert rule(omega=0.5).detour((ready(rows=40),), at()) == 0
+    assert rule(omega=0.5).detour((ready(rows=2),), at()) is None
+    assert rule(omega=0.5).detour((ready(rows=40),), at(cpu_free_us=100_000)) is None  # it has enough to do
+    assert rule(omega=0.5).detour((ready(rows=40, layer=4),), at()) is None  # the GPU comes by there next
+    assert rule(omega=0.5, stretch=1e-6).detour((ready(rows=40),), at()) is None
+
+
+def test_the_budget_of_a_pass_is_its_stretch():
+    policy = rule(omega=1.0, stretch=0.1)
+    spent = 0
+    while (number := policy.detour((ready(rows=40),), at())) is not None:
+        assert number == 0
+        spent += COSTS.linear_ns(40)
+    assert 0 < spent <= 0.1 * COSTS.pass_ns(24, 24_000)
+
+
+@given(
+    idle=st.integers(0, 60), flying=st.lists(st.integers(1, 30), max_size=4), cohorts=st.integers(1, 8),
+    waited=st.integers(0, 10), most=st.one_of(st.none(), st.integers(1, 40)),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_launches_stay_within_what_is_idle_and_allowed(idle, flying, cohorts, waited, most):
+    total = idle + sum(flying)
+    policy = Rule(COSTS, cohorts, waited_rows=waited, max_rows=most)
+    policy.begin(passing(cpu_rows=total))
+    sizes = policy.launch(LaunchView(idle, len(flying), 24, flying=tuple(enumerate(flying)), next_number=9))
+    assert all(n > 0 for n in sizes) and sum(sizes) <= idle
+    assert sum(sizes) + sum(flying) <= max(sum(flying), most or total)
+    if idle and not flying:
+        assert sizes  # nobody is left out when nothing is under way
+
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_prediction_wins_and_plans_are_kept_while_the_load_is_alike():
+    policy, asked = planner({"rule": Guess(150.0), "sync_offload": Guess(140.0)})
+    policy.begin(passing())
+    assert policy.layout.kind == "rule" and policy.plans == 1
+    count = len(asked)
+    policy.begin(passing(1, cpu_rows=100))
+    assert len(asked) == count
+    policy.begin(passing(2, cpu_rows=200))
+    assert policy.plans == 2
+
+
+def test_layouts_that_break_a_limit_are_not_used():
+    fast = Guess(200.0, gpu_tpot_ns=1.3e6)
+    policy, _ = planner({"rule": fast, "sync_offload": Guess(150.0, 1.2e6), "gpu_only": Guess(100.0)}, gpu_limit=1.25)
+    policy.begin(passing())
+    assert policy.layout.kind == "sync_offload"
+    late = Guess(200.0, cpu_tpot_ns=16e6)
+    policy, _ = planner({"rule": late, "gpu_only": Guess(100.0)}, default=90.0, cpu_limit=15.0)
+    policy.begin(passing())
+    assert policy.layout.kind == "gpu_only"
+
+
+def test_the_guard_plans_again_without_what_falls_short():
+    policy, _ = planner({"rule": Guess(150.0), "sync_offload": Guess(140.0)})
+    policy.begin(passing())
+    second = 10**9
+    policy.begin(passing(WINDOW, now_ns=second, tokens=148.0))
+    assert policy.layout.kind == "rule"  # within 5 %
+    used = policy.layout
+    policy.begin(passing(2 * WINDOW, now_ns=2 * second, tokens=148.0 + 75.0))
+    assert policy.plans == 2 and policy.layout != used
+
+
+def test_without_the_guard_it_believes_its_predictions():
+    policy, _ = planner({"rule": Guess(150.0)}, guard=False)
+    policy.begin(passing())
+    policy.begin(passing(2 * WINDOW, now_ns=10**9, tokens=1.0))
+    assert policy.plans == 1
+
+
+def test_a_cpu_that_turns_out_slower_is_planned_for_anew():
+    policy, _ = planner({"rule": Guess(150.0)})
+    policy.begin(passing())
+    policy.begin(passing(1, cpu_factor=1.3))
+    assert policy.plans == 2 and policy._inner.costs.cpu_ns(8, 8000) > COSTS.cpu_ns(8, 8000)
+
+
+def test_a_plan_may_take_its_time():
+    policy, _ = planner({"rule": Guess(150.0)}, plan_passes=5)
+    policy.begin(passing())
+    policy.begin(passing(1, cpu_rows=200))
+    first = policy.expected
+    assert policy._next[0] == 6
+    policy.begin(passing(6, cpu_rows=200))
+    assert policy._next is None and policy.expected == first
+
+
+# -- placement -------------------------------------------------------------------------------------------------------
+
+
+def tiers(gpu, cpu):
+    return {"gpu": TierView(gpu, 10), "cpu": TierView(cpu, 100)}
+
+
+def test_the_cpu_tier_is_used_only_where_it_is_predicted_to_pay():
+    good, _ = planner({"rule": Guess(150.0)})
+    bad, _ = planner({"gpu_only": Guess(200.0)})
+    need = RequestView(0, 3, 4)
+    assert good.place(need, tiers(0, 50)) is None  # nothing planned yet
+    for policy in (good, bad):
+        policy.begin(passing(cpu_rows=0, waiting=5))
+        assert policy.place(need, tiers(5, 50)) == "gpu"
+    assert good.place(need, tiers(0, 50)) == "cpu"
+    assert bad.place(need, tiers(0, 50)) is None
+    assert bad.place(RequestView(0, 3, 40), tiers(0, 50)) == "cpu"  # it fits nowhere else
+
+
+def test_rows_on_the_cpu_tier_do_not_starve_under_a_gpu_only_plan():
+    policy, _ = planner({"gpu_only": Guess(200.0)})
+    policy.begin(passing())
+    launched = [policy.launch(LaunchView(4, 0, 24)) for _ in range(2 * PATIENCE_PASSES)]
+    assert [s for s in launched if s] == [(4,), (4,)]
+    assert policy.ask(ready(is_ready=False), at()) is Verb.SKIP and policy.ask(ready(), at()) is Verb.JOIN
+
+
+def test_auto_wants_two_per_cent():
+    def predict(load, layout, costs, thorough):
+        return Guess({"gpu_only": 100.0, "rule": 101.5}.get(layout.kind, 90.0))
+
+    auto, adaptive = Auto(COSTS, predict), Adaptive(COSTS, predict)
+    for policy in (auto, adaptive):
+        policy.begin(passing())
+    assert auto.layout.kind == "gpu_only" and adaptive.layout.kind == "rule"
+
+
+def test_every_layout_has_its_policy():
+    layouts = fixed_layouts(COSTS, 24, 96, 1000) + rule_layouts(COSTS, 24, 96, 1000)
+    assert {a.kind for a in layouts} == {"gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule"}
+    assert len({str(a) for a in layouts}) == len(layouts)
+    for layout in layouts:
+        assert policy_of(layout, COSTS).name == layout.kind
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Adaptive(), "policy 'adaptive' needs costs and predict"),
+        (lambda: Limits(gpu=0.5), "limit gpu must be at least 1"),
+        (lambda: Load(0, 0, 5), "load of 0 GPU rows and 0 CPU rows"),
+        (lambda: Load(1, 0, 5, -1.0), "prompt_per_token must not be negative"),
+        (lambda: Layout("fastest"), "layout kind 'fastest' is none of"),
+    ],
+)
+def test_bad_input_is_refused(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
