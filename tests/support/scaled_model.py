@@ -15,7 +15,7 @@ from hybridattn.models.weights import LayerWeights, random_weights
 def scaled(
     config: DecoderConfig | None = None, factor: float = 8.0, dtype: str = "fp32", device: str = "cpu"
 ) -> LoadedModel:
-    """Random weights with all matrices times ``factor``, equal on every device; the shape of ``dummy:tiny`` by default."""
+    """Random weights with all matrices times ``factor``, equal on every device; by default of ``dummy:tiny``."""
     config = config or load("dummy:tiny").config
     weights = random_weights(config, 3, dtype)
     for layer in weights.layers:
