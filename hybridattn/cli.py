@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:  # a full disk, most likely: what was written before stays
-        print(f"hybridattn: output cannot be written: {error}", file=sys.stderr)
+        print(f"hybridattn: reading or writing failed: {error}", file=sys.stderr)
         return 1
 
 
@@ -168,7 +168,7 @@ def _read_prompts(path: Path) -> list[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"--prompts-file {path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise InputError(f'--prompts-file {path}, line {number}: expected an object with a string "prompt"')

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hybridattn.core.errors import InputError
 from hybridattn.models.gguf_facts import GgufFacts
+from hybridattn.models.gguf_header import check_header
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the converted folder changes
 GGUF_ARCHITECTURES = ("llama", "phi3", "qwen2", "qwen3")
@@ -41,6 +43,7 @@ def converted(path: Path, version: str = "") -> Path:
     final = cache_dir() / "models" / _key(path, version)
     if final.is_dir():
         return final
+    check_header(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     print(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) once into {final}", file=sys.stderr, flush=True)
@@ -48,10 +51,18 @@ def converted(path: Path, version: str = "") -> Path:
     try:
         _convert(path, work)
         _publish(work, final)
+    except (InputError, OSError):  # a file that is refused, a disk that is full
+        raise
+    except Exception as error:  # whatever the libraries make of a file that is not what it says
+        raise InputError(f"{path.name} cannot be converted: {type(error).__name__}: {_first_line(error)}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(f"converted in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return final
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _key(path: Path, version: str) -> str:

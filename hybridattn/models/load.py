@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from hybridattn.core.errors import InputError
 from hybridattn.models.config import DecoderConfig, read_config
 from hybridattn.models.locate import ModelSource, resolve
 from hybridattn.models.text import Tokenizer
@@ -38,6 +42,18 @@ def load(name: str, dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> 
     if source.folder is None:
         assert source.dummy is not None  # ModelSource holds exactly one of the two
         return LoadedModel(source.dummy, random_weights(source.dummy, seed, dtype, device), None, source)
-    tokenizer = Tokenizer(source.folder)
-    config = read_config(source.folder, tokenizer.eos_id, source.name)
+    with _as_input_error(source.folder):
+        tokenizer = Tokenizer(source.folder)
+        config = read_config(source.folder, tokenizer.eos_id, source.name)
     return LoadedModel(config, load_weights(source.folder, config, dtype, device), tokenizer, source)
+
+
+@contextmanager
+def _as_input_error(folder: Path) -> Iterator[None]:
+    """JSON files may hold anything: a value of another type than its key needs is the file's fault."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise InputError(f"the files of {folder} hold a value of the wrong kind: {error}") from error

@@ -74,6 +74,10 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"text holds half of a surrogate pair at character {e.start}: {text[e.start]!r}") from e
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if self.prefix_ids and tuple(ids[: len(self.prefix_ids)]) == self.prefix_ids:
             return ids
