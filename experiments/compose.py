@@ -35,10 +35,11 @@ NEVER_SWEPT = ("experiment", "launcher", "hydra/launcher", "tracker", "paths", "
 class Composed:
     """A sweep as composed: the master configuration and, per point, the overrides that tell it apart.
 
-    ``fixed`` goes into every point; a point's overrides come last.
+    ``given`` is what stood on the command line; ``fixed`` of it goes into every point, whose own overrides come last.
     """
 
     master: DictConfig
+    given: tuple[str, ...]
     fixed: tuple[str, ...]
     points: tuple[tuple[str, ...], ...]
 
@@ -90,7 +91,7 @@ class Composer:
             point = self.compose((*fixed, *probe))
             self._check_launcher(master, point, " ".join(probe))
             check(point)
-        return Composed(master, fixed, tuple(itertools.product(*axes.values())))
+        return Composed(master, tuple(overrides), fixed, tuple(itertools.product(*axes.values())))
 
     def _parse(self, lines: Sequence[str]) -> list[Override]:
         """One override per key: the last one counts."""
@@ -105,8 +106,8 @@ class Composer:
         given = {o.get_key_element().lstrip("+"): o for o in parsed}
         axes = {}
         for key, values in master.sweep.items():
-            if str(key) not in given:
-                axes[str(key)] = self._parse([f"{key}={_text(values)}"])[0]
+            axes[str(key)] = given.get(str(key)) or self._parse([f"{key}={_text(values)}"])[0]
+        axes = {key: o for key, o in axes.items() if key not in given or o.is_sweep_override()}  # else it is fixed
         axes |= {o.get_key_element(): o for o in swept}
         found = {key: _values(key, o) for key, o in axes.items()}
         if master.repeats < 1:

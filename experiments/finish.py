@@ -14,7 +14,9 @@ from experiments.results import ResultFolder
 from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing, crossover
 from hybridattn.analysis.figure import draw_sweep
-from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
+from hybridattn.analysis.series import Panel, Question, Series, good, origin_of, panels_of
+
+ENOUGH = 0.05  # what the next step of a ladder must add to be worth it
 
 
 def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
@@ -34,10 +36,22 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     paths = [folder.path / f"{config.name}.{suffix}" for suffix in ("png", "svg")]
     draw_sweep(panels, question, paths, title=config.title, crossings=chosen, lines=lines)
     for panel in panels:
+        where = f"{panel.label}: " if panel.label else ""
+        for series in panel.series if config.analysis.enough else ():
+            console.print(f"{where}{series.name}: {enough(series, question)}", highlight=False, soft_wrap=True)
         for name, c in found[panel.label].items():
-            where = f"{panel.label}: " if panel.label else ""
             text = f"{where}{name} over {question.baseline}: {c.describe(question.unit)}"
             console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def enough(series: Series, question: Question) -> str:
+    """Where more of x stops helping: the first x that no later one beats by 5 %."""
+    means = {x: series.mean(x) for x in series.xs}
+    later = {x: max(means[other] for other in means if other >= x) for x in means}
+    first = next(x for x in means if later[x] < (1 + ENOUGH) * means[x])
+    if first == series.xs[-1]:
+        return f"more than {first:g} {question.unit} may still help"
+    return f"{first:g} {question.unit} are enough (more add {later[first] / means[first] - 1:.1%} at most)"
 
 
 def question_of(analysis: Any) -> Question | None:

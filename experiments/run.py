@@ -19,6 +19,7 @@ from experiments.finish import finish
 from experiments.results import ResultFolder
 from experiments.settings import find
 from experiments.sweep import Outcome, Sweep
+from experiments.track import check as check_tracker
 from experiments.track import track
 from hybridattn.core.errors import HybridAttnError, InputError
 
@@ -57,7 +58,8 @@ def _own_keys(config: DictConfig) -> list[str]:
 
 
 def _check(config: DictConfig) -> None:
-    """The settings of a composed point fit the schema of what runs them."""
+    """The settings of a composed point fit the schema of what runs them, and its tracker is known."""
+    check_tracker(config.tracker)
     for what in ("runner", "point"):
         if config[what]:
             find(config[what], what).settings(config.settings)

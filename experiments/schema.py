@@ -61,7 +61,7 @@ class Tracker:
     project: str = "hybridattn"
     mode: str = "offline"
     tags: list[str] = field(default_factory=list)
-    timeout_s: float = 20.0
+    timeout_s: float = 60.0
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Sweep:
         folder = ResultFolder(self.root, self.name)
         (folder.path / "points").mkdir()
         document = {"name": self.name, "overrides": fixed, "points": self.ids, "launcher": self.composed.launcher}
-        folder.write_json("sweep.json", {**document, "commit": git_commit()})
+        folder.write_json("sweep.json", {**document, "command": list(self.composed.given), "commit": git_commit()})
         return folder
 
     # -- running -----------------------------------------------------------------------------------------------------

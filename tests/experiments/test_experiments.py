@@ -19,6 +19,20 @@ SHRUNK = {
     "ratio": ["hardware=t4", FEW, "settings.ratio=8,16", "settings.exposed_fraction=0.25"],
     "ratio_host": ["repeats=1", "policy=gpu_only,sync_offload", "settings.ratio=1", "settings.output_tokens=3"],
     "capacity": ["hardware=t4", FEW, "settings.demand=0.5,1,2,4"],
+    "rate": ["hardware=a10", "policy=gpu_only,asymmetric", "settings.context=4000", "settings.rate_ratio=4,12"],
+    "context_length": ["hardware=a10", FEW, "settings.context=4000,16000"],
+    "load": ["policy=gpu_only,async_overlap", "workload.options.arrivals.rate_per_s=0.4,2", "settings.limit=20"],
+    "output_length": ["hardware=a10g_16c", FEW, "workload.options.outputs.mean=20,40", "settings.limit=40"],
+    "cpu_cores": ["hardware=a10g_4c,a10g_32c", FEW, "settings.context=1000"],
+    "cpu_cores_host": ["repeats=1", "policy=async_overlap", "settings.neighbours=0,1", "settings.output_tokens=2"],
+    "overlap": ["hardware=a10", "settings.fraction=0,0.1,1"],
+    "kernels": [
+        "settings.dtype=bf16",
+        "settings.group=4",
+        "settings.tokens=256,1024",
+        "settings.total_tokens=2048",
+        "settings.rounds=2",
+    ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
 ELSEWHERE = {"demo": "test_demo.py"}
@@ -59,6 +73,25 @@ def test_the_simulated_ratio_finds_the_crossover_of_the_closed_form(tmp_path):
     found = summary["crossover"]
     assert found["value"] == pytest.approx(8.25, rel=0.05) and found["low"] <= found["value"] <= found["high"]
     assert summary["source"] == "simulated" and "t4" in summary["profile"]
+
+
+def test_asymmetric_pipelining_pays_from_the_rate_of_eq6_on(tmp_path):
+    """x = 1.5 on an A10 at 4,000 tokens: between N_C / N_G = 1/12 and 1/4 (closed form: 1/6)."""
+    main(["+experiment=rate", f"results_root={tmp_path}", *SHRUNK["rate"]])
+    rows = [json.loads(line) for line in (tmp_path / "rate/latest/rows.jsonl").read_text().splitlines()]
+    at = {(r["policy"], r["rate_ratio"]): r["tokens_per_s"] for r in rows}
+    assert at["asymmetric", 4] > at["gpu_only", 4] and at["asymmetric", 12] <= 1.001 * at["gpu_only", 12]
+    found = json.loads((tmp_path / "rate/latest/summary.json").read_text())["crossover"]
+    assert 1 / 12 <= found["low"] <= found["value"] <= found["high"] <= 1 / 4 and found["unit"] == "N_C / N_G"
+
+
+def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(tmp_path):
+    main(["+experiment=overlap", f"results_root={tmp_path}", *SHRUNK["overlap"]])
+    rows = [json.loads(line) for line in (tmp_path / "overlap/latest/rows.jsonl").read_text().splitlines()]
+    by = {r["fraction"]: r for r in rows}
+    assert by[0]["hidden_fraction"] is None and by[0]["exposed_ns"] == 0
+    assert 0 <= by[1]["hidden_fraction"] < 0.1 < by[0.1]["hidden_fraction"] <= 1
+    assert by[1]["layer_ns"] > by[0]["layer_ns"]
 
 
 def test_a_measured_sweep_says_so(tmp_path):
