@@ -1,8 +1,8 @@
 """Compiling IR for one level, and keeping the result: the one place with compiler policy.
 
 Policy. Floating-point flags are written per instruction and only from `FAST_MATH`: ``nnan`` and ``ninf`` are never
-among them, because they delete the guards that make a masked weight exactly 0 and an empty row -inf. `REDUCE` allows
-a reduction to be done as a tree. Nothing else may be reordered, so a kernel is bit-equal on re-run.
+among them, because they delete the guards that make a masked weight exactly 0 and an empty row -inf. In use are only
+`SUM_FLAGS`, which let a sum over lanes be a tree. Nothing else may be reordered, so a kernel is bit-equal on re-run.
 
 Cache. The key of an object file is the hash of everything that determines it: IR text, processor name, feature
 string, optimisation level, LLVM and llvmlite versions. A changed constant anywhere changes the IR, and another
@@ -23,7 +23,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 FAST_MATH = ("contract", "reassoc", "arcp", "nsz")
-REDUCE = "reassoc nsz"
+SUM_FLAGS = "reassoc nsz"
 OPT_LEVEL = 3
 
 

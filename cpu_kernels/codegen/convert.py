@@ -7,6 +7,7 @@ uses the processor's instructions where the level has them, which round the same
 from __future__ import annotations
 
 from cpu_kernels.codegen.values import F32, I16, I32, Value, lanes_of, vec
+from cpu_kernels.jit import SUM_FLAGS
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -76,6 +77,29 @@ def suffix(kind: str) -> str:
 def vmax(a: Value, b: Value) -> Value:
     """Lane-wise maximum by compare and select (one instruction on x86)."""
     return (a > b).select(a, b)
+
+
+def max_over_lanes(x: Value) -> Value:
+    """Largest lane of a vector, by halves; no floating-point flags, so NaN and infinities keep their meaning."""
+    lanes = lanes_of(x.kind)
+    while lanes > 1:
+        half = lanes // 2
+        low, high = (
+            x.fn.let(
+                vec(half, F32),
+                f"shufflevector {x.kind} {x.name}, {x.kind} poison, {vec(half, I32)} "
+                f"<{', '.join(f'i32 {first + i}' for i in range(half))}>",
+            )
+            for first in (0, half)
+        )
+        x, lanes = vmax(low, high), half
+    return x.lane(0)
+
+
+def sum_over_lanes(x: Value) -> Value:
+    """Sum of the lanes of a float vector, as a tree (always the same one)."""
+    zero = x.fn.const(F32, 0.0)
+    return x.fn.call(F32, f"llvm.vector.reduce.fadd.{suffix(x.kind)}", zero, x, flags=SUM_FLAGS)
 
 
 # 2**f on [-0.5, 0.5], degree 6, weighted least squares driven to the minimax; largest relative error 1e-08.

@@ -12,7 +12,7 @@ The error of a factor is at most step / 2, 2**-16 of the largest: far below that
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import vmax
+from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of
 from cpu_kernels.codegen.lines import Edge
@@ -58,7 +58,7 @@ class Int8Dot:
         with f.loop(0, k.dim, LANES) as d:
             x = f.call(V16F, "llvm.fabs.v16f32", f.load(V16F, row, d * 4))
             peak.set(vmax(x, peak.get()))
-        top = f.call(F32, "llvm.vector.reduce.fmax.v16f32", peak.get(), flags="nnan nsz")
+        top = max_over_lanes(peak.get())
         inverse = (top > 0.0).select(QUERY_RANGE / top, 0.0).splat(LANES)
         sums = [f.var(V16I, 0), f.var(V16I, 0)]
         with f.loop(0, k.dim, LANES) as d:
@@ -77,7 +77,7 @@ class Int8Dot:
         peak = weights[0]
         for e in weights[1:]:
             peak = vmax(peak, e)
-        top = f.call(F32, "llvm.vector.reduce.fmax.v16f32", peak, flags="nnan nsz")
+        top = max_over_lanes(peak)
         inverse = (top > 0.0).select(WEIGHT_RANGE / top, 0.0).splat(LANES)
         f.store(top / WEIGHT_RANGE, self.steps, g * 4)
         for t, e in enumerate(weights):

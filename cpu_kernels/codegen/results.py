@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import LN2, LOG2E, exp2, fma, log2, vmax
+from cpu_kernels.codegen.convert import LN2, LOG2E, exp2, fma, log2, sum_over_lanes, vmax
 from cpu_kernels.codegen.fields import Item, Job
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.tiles import V16F, element_shift, store_from_f32
@@ -29,8 +29,7 @@ def finish(k: Frame, item: Value) -> None:
 
 def mass_of(k: Frame, g: Value) -> Value:
     """Add up the lanes of a query head's running sum."""
-    zero = k.f.const(F32, 0.0)
-    return k.f.call(F32, "llvm.vector.reduce.fadd.v16f32", zero, k.f.load(V16F, k.l, g * 64), flags="reassoc nsz")
+    return sum_over_lanes(k.f.load(V16F, k.l, g * 64))
 
 
 def partial(k: Frame, slot: Value, g: Value) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import LOG2E, exp2, tanh, vmax
+from cpu_kernels.codegen.convert import LOG2E, exp2, max_over_lanes, tanh, vmax
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.lines import Edge, PageMath
 from cpu_kernels.codegen.tiles import V16F
@@ -72,7 +72,7 @@ def _raise_maximum(k: Frame, g: Value, xs: list[Value]) -> Value:
     peak = xs[0]
     for x in xs[1:]:
         peak = vmax(peak, x)
-    top = f.call(F32, "llvm.vector.reduce.fmax.v16f32", peak, flags="nnan nsz")
+    top = max_over_lanes(peak)
     before = f.load(F32, k.m, g * 4)
     with f.when(top > before):
         shrink = exp2((before - top).splat(LANES))
