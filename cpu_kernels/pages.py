@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_kernels import isa, jit
+from cpu_kernels import isa, jit, topology
 from cpu_kernels.arrays import View, from_bf16, integers, to_bf16
 from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
@@ -39,8 +39,9 @@ class KVPages:
         Layers that share page numbers: page p of layer l is its own memory.
     huge_pages : bool
         Ask for 2 MiB pages.
-    cpus : tuple of int
-        CPUs that touch the memory first, in parallel, each its part (NUMA-local placement).
+    cpus : tuple of int, optional
+        CPUs that touch the memory first, in parallel, each its part (NUMA-local placement); default: those of the
+        default workers.
     touch : bool
         Commit the memory now (default). Otherwise on first write.
 
@@ -71,7 +72,7 @@ class KVPages:
         num_layers: int = 1,
         *,
         huge_pages: bool = True,
-        cpus: tuple[int, ...] = (),
+        cpus: tuple[int, ...] | None = None,
         touch: bool = True,
     ) -> None:
         for name, n in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads), ("num_layers", num_layers)):
@@ -83,6 +84,8 @@ class KVPages:
         self.layer_bytes = num_pages * self.page_bytes
         self.nbytes = num_layers * self.layer_bytes
         what = f"a KV pool of {num_pages} pages x {self.page_bytes} bytes x {num_layers} layers"
+        if cpus is None:
+            cpus = topology.worker_cpus(topology.read())
         memory = allocate(self.nbytes, what, huge_pages=huge_pages, cpus=cpus, touch=touch)
         self.buffer = memory.reshape(num_layers, num_pages, num_kv_heads, self.layout.head_bytes)
         self._base = self.buffer.ctypes.data

@@ -32,7 +32,7 @@ class Prepared:
         rng = np.random.default_rng(seed)
         need = [-(-n // case.page) for n in case.lens]
         count = sum(need)
-        self.pages = ck.KVPages(count, case.heads, case.dim, case.page, case.dtype, cpus=ck.topology.read().allowed)
+        self.pages = ck.KVPages(count, case.heads, case.dim, case.page, case.dtype)
         _fill(self.pages, rng)
         order, self.table = rng.permutation(count), np.zeros((len(need), max(need)), np.int32)
         for i, (start, n) in enumerate(zip(np.cumsum(need) - need, need, strict=True)):
