@@ -1,4 +1,4 @@
-"""The command line: ``hybridattn generate | doctor``."""
+"""The command line: ``hybridattn generate | doctor | plan``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridattn import doctor
+from hybridattn import cli_plan, doctor
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.runtime.call import Output
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("doctor", help="what this machine has and what would be used")
     check.add_argument("--json", action="store_true", help="as one JSON object")
     check.set_defaults(command=run_doctor)
+    cli_plan.add_parser(commands)
     return parser
 
 
