@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from cpu_kernels.codegen.emit import Function, Module
 from cpu_kernels.codegen.fields import RING_SLOTS, Ctl, Fault, Job
-from cpu_kernels.codegen.values import I64, PTR, Value, Var
+from cpu_kernels.codegen.values import I32, I64, PTR, Value, Var
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 CLOCK_MONOTONIC = 1
@@ -76,7 +76,7 @@ def relax(f: Function, x86: bool) -> None:
     if x86:
         f.call("void", "llvm.x86.sse2.pause")
     else:
-        f.do('call void asm sideeffect "yield", ""()')
+        f.call("void", "llvm.aarch64.hint", f.const(I32, 1))  # yield
 
 
 def _emit_push(module: Module, x86: bool) -> None:
