@@ -63,7 +63,6 @@ class CudaDevice:
     """
 
     name = "cuda"
-    kind = "measured"
     tier = "cuda"  # what class of GPU-side stages a model has here
 
     def __init__(
@@ -80,7 +79,7 @@ class CudaDevice:
         runtime: CudaRuntime | None = None,
     ) -> None:
         self.runtime: CudaRuntime = TorchCuda(index) if runtime is None else runtime
-        self.torch_device = self.runtime.torch_device
+        self.torch_device, self.kind = self.runtime.torch_device, self.runtime.kind
         self.graphs = graphs
         self.broken: BaseException | None = None
         by_stream = _by_stream(handover, self.runtime)

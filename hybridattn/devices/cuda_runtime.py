@@ -24,6 +24,7 @@ class CudaRuntime(Protocol):
     """CUDA as the device sees it. Nothing here waits, except ``synchronize`` and ``capture``."""
 
     gpu_name: str
+    kind: str  # what durations are here: "measured", but on a runtime that only plays a card
     torch_device: str  # where tensors of the GPU tier live
 
     def open_stream(self) -> Stream: ...
@@ -87,6 +88,8 @@ class TorchCuda:
     InputError
         There is no such card.
     """
+
+    kind = "measured"
 
     def __init__(self, index: int = 0) -> None:
         count = torch.cuda.device_count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 from scripts.gpucheck.report import Budget, Report
@@ -29,7 +30,12 @@ def main() -> int:
     args = parser.parse_args()
     name, module = PARTS[args.part]
     report = Report(args.out / name, args.part, args.dry_run)
-    return importlib.import_module(f"scripts.gpucheck.{module}").run(report, Budget(args.budget), args.dry_run)
+    try:
+        return importlib.import_module(f"scripts.gpucheck.{module}").run(report, Budget(args.budget), args.dry_run)
+    except Exception:  # on disk too: whoever reads the results may not have the terminal
+        if name != "trace.json":  # that file is the trace itself
+            report.put(error=traceback.format_exc())
+        raise
 
 
 if __name__ == "__main__":

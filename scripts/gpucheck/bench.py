@@ -127,7 +127,7 @@ class Bench:
         return engine
 
     def window(self, policy: Policy, gpu_requests: int, cpu_requests: int, seconds: float) -> Window:
-        """Fill, measure, abort. The GPU tier holds ``gpu_requests`` at a time; what does not fit waits."""
+        """Fill, measure, abort. ``gpu_requests`` is what the GPU tier holds when all have their full length."""
         engine = self.engine(policy, gpu_requests + cpu_requests)
         try:
             self._fill(engine)

@@ -24,12 +24,13 @@ def run(report: Report, budget: Budget, dry_run: bool) -> int:
     settings = policy_run(dry_run)
     bench = Bench(settings, "host" if dry_run else "cuda")
     report.put(**bench.facts())
-    ok = True
     try:
         # Once before anything is measured: kernels compile, caches fill.
         bench.window(make("async_overlap", 0.5), settings.gpu_requests, settings.gpu_requests, settings.window_s / 3)
         for repeat in range(settings.repeats):
-            ok = measure_all(bench, report, budget, repeat) and ok
+            ok = measure_all(bench, report, budget, repeat)
+            if not ok:
+                break
     finally:
         bench.close()
     return report.done(ok)
@@ -37,26 +38,25 @@ def run(report: Report, budget: Budget, dry_run: bool) -> int:
 
 def measure_all(bench: Bench, report: Report, budget: Budget, repeat: int) -> bool:
     """One repeat over all points; False when a point failed. Points that the budget has no room for are left out."""
-    settings, ok = bench.run, True
+    settings = bench.run
     alone_ns: int | None = None
     for ratio in (0.0, *settings.ratios):
         for name in NAMES if ratio else ("gpu_only",):
             if name == "gpu_only" and ratio:
-                continue  # what does not fit waits: its rate is that of ratio 0
+                continue  # what does not fit waits outside: its rate is that of ratio 0
             if budget.left < 3 * settings.window_s + 4:
                 report.put(cut_short=f"no time for repeat {repeat}, ratio {ratio}, {name} and what follows")
-                return ok
+                return True
             cpu_requests = round(settings.gpu_requests * ratio)
             head = {"policy": name, "ratio": ratio, "repeat": repeat, "gpu_requests": settings.gpu_requests,
                     "cpu_requests": cpu_requests}  # fmt: skip
             try:
                 policy = make(name, cpu_requests / (cpu_requests + settings.gpu_requests))
-                extra = settings.gpu_requests if name == "gpu_only" else cpu_requests  # a queue that never gets in
-                window = bench.window(policy, settings.gpu_requests, extra, settings.window_s)
+                window = bench.window(policy, settings.gpu_requests, cpu_requests, settings.window_s)
             except HybridAttnError:
                 report.add("failures", {**head, "traceback": traceback.format_exc()})
                 return False  # the device may not be usable any more
             if name == "gpu_only":
                 alone_ns = window.pass_ns
             report.add("rows", {**head, **window.row(alone_ns)})
-    return ok
+    return True

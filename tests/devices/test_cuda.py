@@ -291,7 +291,7 @@ def test_clock_error_is_put_right_and_a_real_violation_stays():
 
 def test_the_trace_names_card_and_host(opened):
     device = opened(FakeCuda())
-    assert device.profile.startswith("Fake_GPU+") and device.kind == "measured" and device.clock_spread_ns > 0
+    assert device.profile.startswith("Fake_GPU+") and device.kind == "emulated" and device.clock_spread_ns > 0
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

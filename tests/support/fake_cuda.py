@@ -69,6 +69,7 @@ class FakeStream:
 
 class FakeCuda:
     gpu_name = "Fake GPU"
+    kind = "emulated"
     torch_device = "cpu"
 
     def __init__(
