@@ -9,6 +9,7 @@ time per token (1.25x GPU-only for GPU rows, 15x for CPU rows); and with the CPU
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -154,11 +155,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m experiments.sim.grid", description=__doc__)
     p.add_argument("--every", type=int, default=1, help="only every N-th setting")
     p.add_argument("--jobs", type=int, default=2)
+    p.add_argument("--resume", type=Path, help="rows.jsonl of an earlier run: its settings are not run again")
     p.add_argument("--results", type=Path, default=Path("results"))
     args = p.parse_args(argv)
-    console, rows = Console(), []
+    console = Console()
+    rows: list[dict[str, Any]] = []
     cells = [c for first in range(8) for c in grid()[first::8]][:: args.every]  # early ones cover all machines
     folder = ResultFolder(args.results, "sim_grid")
+    if args.resume is not None:
+        rows += [json.loads(line) for line in args.resume.read_text().splitlines()]
+        for row in rows:
+            folder.add_row(row)
+        cells = [c for c in cells if c.name not in {r["cell"] for r in rows}]
     commit = git_commit()
     with ProcessPoolExecutor(args.jobs) as pool:
         begun = [pool.submit(judge, cell) for cell in cells]

@@ -31,6 +31,7 @@ Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 WINDOW = 48  # passes over which the guard measures
 SHORT = 0.95  # of the predicted rate: below it the guard steps in
 PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
+SETTLE_PASSES = 8  # after a plan, before what was learnt about the CPU leads to the next
 FINALISTS = 5
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
@@ -87,6 +88,7 @@ class Adaptive(Policy):
         self._discount: dict[Layout, float] = {}
         self._mark: PassView | None = None  # where the guard's window began
         self._factor = 1.0
+        self._planned_at = -SETTLE_PASSES
         self._idle_passes = 0
         self._prompt_tokens = 0
         self._cpu_rows = 0
@@ -102,7 +104,8 @@ class Adaptive(Policy):
         rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
         if rows and self._next is None:
             load = self._situation(view, rows)
-            learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
+            settled = view.number - self._planned_at >= SETTLE_PASSES
+            learnt = settled and abs(view.cpu_factor / self._factor - 1) > 0.08
             if self._load is None or not load.like(self._load):
                 self._discount.clear()
                 self._plan(load, view)
@@ -118,6 +121,7 @@ class Adaptive(Policy):
 
     def _plan(self, load: Load, view: PassView) -> None:
         self.plans += 1
+        self._planned_at = view.number
         self._load = load
         self._factor = view.cpu_factor
         layout, expected = self.choose(load, self.costs.corrected(round(view.cpu_factor, 2)))

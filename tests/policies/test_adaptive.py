@@ -13,7 +13,7 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.adaptive import PATIENCE_PASSES, WINDOW, Adaptive, Auto
+from hybridattn.policies.adaptive import PATIENCE_PASSES, SETTLE_PASSES, WINDOW, Adaptive, Auto
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, RequestView, TierView, Verb
 from hybridattn.policies.layouts import Layout, fixed_layouts, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
@@ -166,7 +166,9 @@ def test_without_the_guard_it_believes_its_predictions():
 def test_a_cpu_that_turns_out_slower_is_planned_for_anew():
     policy, _ = planner({"rule": Guess(150.0)})
     policy.begin(passing())
-    policy.begin(passing(1, cpu_factor=1.3))
+    policy.begin(passing(1, cpu_factor=1.2))
+    assert policy.plans == 1  # not while it is still learning
+    policy.begin(passing(SETTLE_PASSES, cpu_factor=1.3))
     assert policy.plans == 2 and policy._inner.costs.cpu_ns(8, 8000) > COSTS.cpu_ns(8, 8000)
 
 

@@ -1,0 +1,164 @@
+"""Small versions of the published results: the closed forms hold on the executor, and bounds are bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from experiments.sim import capacity, ratio
+from experiments.sim.eq6 import ideal_threshold
+from experiments.sim.ideal import costs_of, ideal, ideal_shape, open_sim
+from experiments.sim.machines import Setting
+from experiments.sim.neo_fig6c import sustained
+from experiments.sim.neo_fig10a import fit
+from experiments.sim.offload import gain as offload_gain
+from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
+from hybridattn.devices.sim import SimDevice
+from hybridattn.policies.adaptive import Adaptive
+from hybridattn.policies.fixed import SyncOffload
+from hybridattn.policies.layouts import fixed_layouts, policy_of
+from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.registry import make_policy
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.engine import Engine
+from hybridattn.runtime.predict import by_simulation
+from hybridattn.runtime.priced_stages import PricedStages
+from hybridattn.runtime.request import DeclaredTokens
+from hybridattn.runtime.steady import SteadyRun
+
+A10 = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
+A10 = dataclasses.replace(A10, model=dataclasses.replace(A10.model, num_layers=8))  # as wide, less to simulate
+
+
+@pytest.mark.parametrize("x", [0.5, 1.0, 2.0])
+def test_eq6_on_the_ideal_machine(x):
+    assert ideal_threshold(x, num_layers=64, gpu_rows=120) == pytest.approx(eq6_threshold(x), rel=0.05)
+
+
+def test_a_quarter_of_the_layer_exposed_gives_eight_to_one():
+    shape = ideal_shape()
+    costs = ratio.exposed(costs_of(shape, ideal(shape, 800_000.0, 200_000 / 32_000, 0.01)), 250_000, 32)
+    gain, d, a = ratio.overlap(costs, 32, 4 * 33, 1000)
+    assert d == pytest.approx(0.25, abs=0.01) and a == pytest.approx(32 / 33, rel=0.01)
+    seen = ratio.crossover(costs, 32, 1000)
+    assert seen == pytest.approx(overlap_crossover(d, 32), rel=0.1) and 7.5 < seen < 9
+    assert gain < 1
+
+
+@pytest.mark.parametrize(("x", "r"), [(0.5, 3), (1.0, 3), (1.0, 10)])
+def test_ample_memory_gains_no_more_than_the_bound(x, r):
+    shape = ideal_shape(8)
+    key_ns = x * 1e6 / (200 * 1000)
+    gain, moved = capacity.best_gain(costs_of(shape, ideal(shape, 1e6, key_ns, key_ns * r)), 200, 1000)
+    bound = capacity_gain_bound(x, r)
+    assert 1 + 0.5 * (bound - 1) < gain <= bound * 1.0001 and moved > 0
+
+
+def test_no_layout_exceeds_the_upper_bound():
+    shape = ideal_shape(8)
+    costs = costs_of(shape, ideal(shape, 1e6, 1e6 / 40_000, 8e6 / 40_000))  # x = 1, r = 8
+    load = Load(40, 160, 1000)
+    alone = 40 / costs.pass_ns(40, 40_000) * 1e9
+    for layout in fixed_layouts(costs, 40, 160, 1000):
+        run = SteadyRun(costs, costs.pricing, policy_of(layout, costs), load, open_sim)
+        assert run.measure(30, 60).tokens_per_s / alone <= upper_bound_gain(1.0, 8.0) * 1.01
+
+
+def test_full_offload_to_a_weak_cpu_loses():
+    assert offload_gain(15.0, 400)["gain"] < 0.6
+
+
+# -- adaptive and auto -----------------------------------------------------------------------------------------------
+
+
+def steady(policy, load, settle=0, factor=1.0):
+    costs = A10.costs
+    run = SteadyRun(costs, costs.corrected(factor).pricing, policy, load, open_sim)
+    for _ in range(settle):
+        run.step()
+    return run.measure(20, 60)
+
+
+def test_adaptive_is_at_least_as_good_as_the_best_fixed_policy():
+    load = Load(24, 72, 1000)
+    best = max(
+        steady(policy_of(layout, A10.costs), load).tokens_per_s for layout in fixed_layouts(A10.costs, 24, 72, 1000)
+    )
+    assert steady(Adaptive(A10.costs, by_simulation()), load, settle=60).tokens_per_s >= 0.99 * best
+
+
+def test_adaptive_keeps_its_limits():
+    load, limits = Load(24, 72, 1000), Limits(1.25, 15.0)
+    found = steady(Adaptive(A10.costs, by_simulation(), 1.25, 15.0), load, settle=60)
+    alone_ns = A10.costs.pass_ns(24, 24_000)
+    assert limits.kept_by(found, alone_ns, slack=0.02)
+    assert found.tokens_per_s > 24 / alone_ns * 1e9
+
+
+def test_adaptive_learns_that_the_cpu_is_slower_than_it_believed():
+    load = Load(24, 72, 1000)
+    policy = Adaptive(A10.costs, by_simulation())
+    run = SteadyRun(A10.costs, A10.costs.corrected(1.4).pricing, policy, load, open_sim)
+    for _ in range(80):
+        run.step()
+    assert run.executor.forecast.cpu_factor == pytest.approx(1.4, rel=0.02)
+    assert policy.plans >= 2
+
+
+def test_an_infinitely_dear_cpu_gives_gpu_only():
+    costs = A10.costs.corrected(1e5)
+    policy = Adaptive(costs, by_simulation())
+    run = SteadyRun(costs, costs.pricing, policy, Load(24, 24, 1000), open_sim)
+    run.step()
+    assert policy.layout.kind == "gpu_only"
+
+
+def spans_of(name, gpu_blocks):
+    policy = make_policy(name, costs=A10.costs, predict=by_simulation())
+    config = EngineConfig(gpu_blocks, 4000, 16, max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=512)
+    engine = Engine(PricedStages(A10.model, "fp16"), SimDevice(A10.pricing), policy, config)
+    for i in range(8):
+        engine.add(DeclaredTokens(200 + i), 12, arrival_ns=i * 10**8)
+    engine.run()
+    records = engine.take_records()
+    assert sum(p.polls_made for p in records.passes) == 0
+    return engine.drain(), records.requests, records.passes
+
+
+def test_auto_submits_exactly_the_ops_of_gpu_only_when_all_fits():
+    assert spans_of("auto", 1000) == spans_of("gpu_only", 1000)
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_where_a_growing_gain_meets_its_target():
+    assert fit(lambda b: 1 + b / 100, 1.4, start=10.0, runs=12)[0] == pytest.approx(40.0, rel=0.03)
+
+
+def test_the_sustained_rate_lies_on_the_line_between_two_points():
+    assert sustained([(1.0, 0.5), (2.0, 1.5)]) == pytest.approx(1.5)
+    assert sustained([(1.0, 0.5), (2.0, 0.9)]) is None
+
+
+def test_bounded_offload_that_hides_costs_the_gpu_rows_little():
+    hidden = steady(SyncOffload(max_rows=3), Load(24, 3, 1000))
+    assert hidden.gpu_tpot_ns <= 1.02 * A10.costs.pass_ns(24, 24_000)
+
+
+def test_the_simulator_runs_where_torch_cannot_be_imported():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'numba', 'triton'): sys.modules[name] = None\n"
+        "from experiments.sim.eq6 import ideal_threshold\n"
+        "assert 4.5 < ideal_threshold(1.0, 16, 60) < 6.5\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_compare_by_value():
+    assert dataclasses.replace(A10) == A10
