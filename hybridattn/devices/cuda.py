@@ -34,7 +34,7 @@ from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
 from hybridattn.devices.cuda_spans import spans_of
 from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
 from hybridattn.devices.fingerprint import fingerprint
-from hybridattn.devices.handover import HandoverLane
+from hybridattn.devices.handover import HandoverLane, why_no_host_call
 
 HANDOVERS = ("auto", "stream", "poll")
 _UNSEEN = 32
@@ -82,7 +82,8 @@ class CudaDevice:
         self.torch_device, self.kind = self.runtime.torch_device, self.runtime.kind
         self.graphs = graphs
         self.broken: BaseException | None = None
-        by_stream = _by_stream(handover, self.runtime)
+        if handover not in HANDOVERS:
+            raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
         self._memory = {"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}
         self._reserved = {"gpu": 0, "cpu": 0}
         self._record, self._close_timeout_s = record, close_timeout_s
@@ -93,13 +94,17 @@ class CudaDevice:
         self._open: dict[str, deque[StreamTicket]] = {lane: deque() for lane in self._streams}
         self._pinned: list[int] = []
         self._clock = GpuClock(self.runtime, self._streams[GPU], _START_NS)
+        self.why_poll = "asked for" if handover == "poll" else why_no_host_call(self.runtime)
+        if handover == "stream" and self.why_poll is not None:
+            raise InputError(f"handover 'stream' cannot be used: {self.why_poll}")
         self.cores = cores or _cores()
         self.profile = f"{self.runtime.gpu_name.replace(' ', '_')}+{fingerprint()}"
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
-        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, by_stream)
+        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.why_poll is None)
 
     @property
     def handover(self) -> str:
+        """Who hands CPU attention over: ``stream`` or ``poll`` (then ``why_poll`` says why)."""
         return "stream" if self._cpu.by_stream else "poll"
 
     @property
@@ -126,20 +131,31 @@ class CudaDevice:
         return ticket
 
     def _enqueue(self, op: Op, after: tuple[Ticket, ...]) -> StreamTicket:
-        runtime, stream = self.runtime, self._streams[op.lane]
         ticket = StreamTicket(self, op, after)
-        for earlier in after:
+        if self.broken is None:
+            try:
+                self._put(ticket)
+            except Exception as error:  # the card has failed since, and refuses everything
+                self.broken = error
+        with self._lock:
+            if self.broken is None:
+                self._open[op.lane].append(ticket)
+            else:
+                ticket.settle(self.broken, 0, 0)
+        return ticket
+
+    def _put(self, ticket: StreamTicket) -> None:
+        """Waits, the work, and its two events, on the stream of its lane."""
+        runtime, stream = self.runtime, self._streams[ticket.op.lane]
+        for earlier in ticket.after:
             # None: it has ended. An op of the same lane is before us on the stream anyway.
             event = getattr(earlier, "finished", None)
-            if event is not None and earlier.op.lane != op.lane:
+            if event is not None and earlier.op.lane != ticket.op.lane:
                 runtime.wait(stream, event)
         ticket.begun, ticket.finished = runtime.event(), runtime.event()
         runtime.record(ticket.begun, stream)
         runtime.enqueue(stream, ticket.execute)
         runtime.record(ticket.finished, stream)
-        with self._lock:
-            self._open[op.lane].append(ticket)
-        return ticket
 
     def now_ns(self) -> int:
         return time.perf_counter_ns()
@@ -292,15 +308,6 @@ def _budget(runtime: CudaRuntime, wanted: int | None) -> int:
     if wanted > free:
         raise InputError(f"gpu_memory_bytes {wanted} exceeds the {free} bytes that are free of {total} on the card")
     return wanted
-
-
-def _by_stream(handover: str, runtime: CudaRuntime) -> bool:
-    if handover not in HANDOVERS:
-        raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
-    reason = runtime.why_no_host_call()
-    if handover == "stream" and reason is not None:
-        raise InputError(f"handover 'stream' cannot be used: {reason}")
-    return handover != "poll" and reason is None
 
 
 def _cores() -> CorePlan:

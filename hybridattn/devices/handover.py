@@ -12,13 +12,17 @@ the host device; the two ways keep their order.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from typing import Any
 
 from cpu_kernels import WorkerPool
 from hybridattn.core.op import SKIPPED, WAITED, NativeJob
 from hybridattn.devices.cpu_lane import CpuLane
-from hybridattn.devices.cuda_runtime import CudaRuntime
+from hybridattn.devices.cuda_runtime import CudaRuntime, Event
 from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
+
+PROBE_S = 2.0
 
 
 class _Preparing:
@@ -64,11 +68,37 @@ class HandoverLane(CpuLane):
         except Exception as error:  # refused by the pool: the waiters must hear of it
             ticket.end(error=error)
             return
+        try:
+            ticket.hand_over(job, self._call_after(ticket, self._jobs.descriptor(job)))  # type: ignore[arg-type]
+        except Exception as error:  # the card has failed since
+            ticket.end(error=error)
+        self._native = ticket
+
+    def _call_after(self, ticket: HandoverTicket, descriptor: int) -> Event:
+        """The push of a job, once what it comes after has ended; returns the event that passes then."""
         for earlier in ticket.after:
             if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
                 self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
-        self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))  # type: ignore[arg-type]
+        self._runtime.host_call(self.stream, self._jobs.push_address, descriptor)
         pushed = self._runtime.event()
         self._runtime.record(pushed, self.stream)
-        ticket.hand_over(job, pushed)
-        self._native = ticket
+        return pushed
+
+
+def why_no_host_call(runtime: CudaRuntime) -> str | None:
+    """Try one host call that does nothing (``free(NULL)``); why it cannot be used, None if it can."""
+    reason = runtime.why_no_host_call()
+    if reason is not None:
+        return reason
+    stream, event = runtime.open_stream(), runtime.event()
+    try:
+        free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value
+        runtime.host_call(stream, free or 0, 0)
+        runtime.record(event, stream)
+        deadline = time.perf_counter() + PROBE_S
+        while not runtime.query(event):
+            if time.perf_counter() > deadline:
+                return f"a host call that does nothing did not return within {PROBE_S:g} s"
+    except RuntimeError as error:
+        return str(error)
+    return None

@@ -23,6 +23,7 @@ from hybridattn.runtime.params import SamplingParams
 from scripts.gpucheck.settings import PolicyRun
 
 SECOND = 1_000_000_000
+MIN_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,9 @@ class Bench:
             self._fill(engine)
             engine.drain()
             engine.take_records()
-            gpu, cpu, started = 0, 0, time.perf_counter()
-            while time.perf_counter() - started < seconds and engine.unfinished:
+            gpu, cpu, steps, started = 0, 0, 0, time.perf_counter()
+            while (time.perf_counter() - started < seconds or steps < MIN_STEPS) and engine.unfinished:
+                steps += 1
                 for event in engine.step():
                     on_cpu = event.request.tier == CPU_TIER
                     cpu, gpu = cpu + on_cpu, gpu + (not on_cpu)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from hybridattn.core.chrome import write_chrome
+from hybridattn.core.device import Span
+from hybridattn.core.records import PassRecord
 from hybridattn.core.trace import Trace, violations
 from hybridattn.policies.fixed import AsyncOverlap
 from hybridattn.runtime.provenance import git_commit
-from scripts.gpucheck.bench import Bench
+from scripts.gpucheck.bench import Bench, Window
 from scripts.gpucheck.report import Budget, Report
 from scripts.gpucheck.settings import policy_run
+
+
+def between(window: Window, first: PassRecord, last: PassRecord) -> list[Span]:
+    """Spans that touch the time of these passes."""
+    return [s for s in window.spans if s.end_ns > first.start_ns and s.start_ns < last.end_ns]
+
+
+def lanes(window: Window, first: PassRecord, last: PassRecord) -> int:
+    """On how many lanes something happens: a cohort may be under way for several passes without a copy."""
+    return len({s.lane for s in between(window, first, last)})
 
 
 def run(report: Report, budget: Budget, dry_run: bool) -> int:
@@ -26,8 +38,8 @@ def run(report: Report, budget: Budget, dry_run: bool) -> int:
     for sentence in broken[:10]:
         print(f"   {sentence}")
     passes = [p for p in window.passes if p.gpu_rows and p.cohorts]
-    first, last = passes[len(passes) // 2 - 1], passes[len(passes) // 2]
-    spans = [s for s in window.spans if s.end_ns > first.start_ns and s.start_ns < last.end_ns]
+    first, last = max(zip(passes, passes[1:], strict=False), key=lambda pair: lanes(window, *pair))
+    spans = between(window, first, last)
     spread_ns = getattr(device, "clock_spread_ns", 0)
     write_chrome(Trace(device.name, device.kind, device.profile, git_commit(), spans, spread_ns), report.path)
     print(f"   {len(spans)} spans of passes {first.index} and {last.index}, clock spread {spread_ns} ns")

@@ -103,6 +103,8 @@ def test_host_calls_are_optional_and_auto_says_which(opened):
     assert opened(FakeCuda(host_call=False)).handover == "poll"
     with pytest.raises(InputError, match="handover 'stream' cannot be used: this fake has none"):
         CudaDevice(runtime=FakeCuda(host_call=False), handover="stream")
+    refused = opened(FakeCuda(forget=("host calls",)))
+    assert refused.handover == "poll" and refused.why_poll == "the host call was refused with CUDA error 801"
     with pytest.raises(InputError, match="handover must be one of auto, stream, poll, got 'magic'"):
         CudaDevice(runtime=FakeCuda(), handover="magic")
 

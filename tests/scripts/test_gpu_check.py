@@ -41,12 +41,14 @@ def test_a_dry_run_goes_all_the_way(tmp_path):
         ("gpu_only", 0.0), ("sync_offload", 0.5), ("async_overlap", 0.5), ("sync_offload", 2), ("async_overlap", 2),
     }  # fmt: skip
     for row in rows:
-        assert row["tokens_per_s"] > 0 and (row["cpu_tokens_per_s"] > 0) == (row["ratio"] > 0)
+        assert row["gpu_tokens_per_s"] > 0
+        if row["policy"] == "sync_offload":
+            assert row["cpu_tokens_per_s"] > 0 and row["layers_per_iteration_a"] == 3
         if row["ratio"]:
             assert row["stretch_d"] is not None and 0 <= row["overlap_fraction"] <= 1 and row["polls_made"] > 0
     trace = json.loads((out / "trace.json").read_text())
     assert trace["otherData"]["device"] == "host"
-    assert {e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"} == {1, 2, 3, 4}  # all four lanes
+    assert {1, 2} <= {e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}  # gpu.compute, cpu.attention
     tokens = json.loads((out / "tokens.json").read_text())["part_f"]["rows"]
     assert all(r["equal_to_gpu_only"] == r["requests"] for r in tokens) and len(tokens) == 5
 

@@ -4,7 +4,7 @@ With ``threads`` each stream has a worker. Without, whoever queries an event let
 that a seed decides the order in which streams advance, as far as waits and records allow any choice.
 
 ``forget`` breaks the runtime on purpose: ``waits`` makes waits do nothing, so that a test can show that its check sees
-the damage.
+the damage; ``host calls`` makes every host call fail.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FakeStream:
             what[0].passed.set()
         elif kind == "call":
             _CALL(what[0])(what[1])
-            self.runtime.host_calls += 1
+            self.runtime.host_calls += what[1] != 0  # a probe passes nothing
 
     def _work(self):
         while (item := self.inbox.get()) is not None:
@@ -111,6 +111,8 @@ class FakeCuda:
         return FakeEvent()
 
     def record(self, event, stream):
+        if self.failure is not None:
+            raise self.failure
         assert not event.recorded, "an event is recorded once"
         event.recorded = True
         stream.put("record", event)
@@ -142,6 +144,8 @@ class FakeCuda:
         return None if self._host_call else "this fake has none"
 
     def host_call(self, stream, function, argument):
+        if "host calls" in self.forget:
+            raise RuntimeError("the host call was refused with CUDA error 801")
         stream.put("call", function, argument)
 
     def memory(self):
