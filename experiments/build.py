@@ -21,6 +21,7 @@ from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import POLICIES, make_policy
+from hybridattn.runtime.predict import by_simulation
 from hybridattn.workload.item import Workload
 
 
@@ -71,7 +72,8 @@ def policy_of(app: App, costs: Costs | None = None) -> Policy:
     if target not in POLICIES:
         module, _, name = target.rpartition(".")
         target = f"{module}:{name}"
-    return make_policy(target, costs, **{k: v for k, v in app.policy.options.items() if v is not None})
+    predict = by_simulation() if costs is not None else None  # for the policies that plan
+    return make_policy(target, costs, predict, **{k: v for k, v in app.policy.options.items() if v is not None})
 
 
 def sim_device(app: App, pricing: Pricing, record: bool = False) -> SimDevice:

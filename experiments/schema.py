@@ -45,12 +45,14 @@ class Device:
     """Where it runs. The times are those of a simulated driver and apply to ``sim`` only.
 
     exposed_us : extra time of every linear stage under a policy that uses the CPU tier (a launch that is not hidden)
+    backend : of the CPU attention on a real device: a name that ``hybridattn doctor`` shows, or a module of your own
     """
 
     name: str = MISSING
     submit_us: float = 0.0
     poll_us: float = 0.0
     exposed_us: float = 0.0
+    backend: str = "native"
 
 
 @dataclass

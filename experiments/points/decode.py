@@ -21,7 +21,8 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.profile import load_profile
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.steady import Load, SteadyRun
+from hybridattn.policies.load import Load
+from hybridattn.runtime.steady import SteadyRun
 
 
 @dataclass
@@ -32,6 +33,7 @@ class DecodeSettings:
     context : tokens that each request attends to
     rate_ratio : CPU attention is slowed or sped up until N_G / N_C is this; null: as the profiles say
     exposed_fraction : time exposed at each layer under a policy with CPU rows, as a share of the layer of the GPU rows
+        (policies that plan do not know of it)
     passes, warmup : passes measured and left out; null: two and one per layer
     output_tokens, prompt_tokens : of a measured request (real devices only)
     neighbours : busy processes beside a measured point (real devices only)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import lru_cache
 from typing import Any
 
+from cpu_kernels import backends
 from experiments.build import policy_of
 from experiments.schema import App
 from hybridattn import LLM, SamplingParams
@@ -29,6 +31,16 @@ def _model(name: str, dtype: str) -> Any:
     return load(name, dtype=dtype)
 
 
+def _backend(name: str) -> str:
+    """A name of the registry; any other is a module of the user's own, which is added to it."""
+    if name not in backends.REGISTRY:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"device.backend '{name}' is neither a module nor one of {', '.join(backends.REGISTRY)}")
+        backends.REGISTRY[name] = name
+        backends._NEEDS[name] = ()
+    return name
+
+
 def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
     """Serve ``total`` requests of equal lengths, all at once, where the GPU tier holds ``gpu_rows`` of them.
 
@@ -49,6 +61,7 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
         gpu_kv_blocks=gpu_rows * pages,
         cpu_kv_blocks=total * pages,
         page_size=PAGE,
+        backend=_backend(app.device.backend),
         max_num_seqs=max(64, total),
     ) as llm:
         vocabulary = llm.model.config.shape.vocab_size

@@ -22,7 +22,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { border-bottom: 1px solid #ccc; padding: .25rem .7rem; text-align: right; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
-table.text th, table.text td { text-align: left; overflow-wrap: anywhere; }
+table.text th, table.text td { text-align: left; overflow-wrap: break-word; }
 pre { background: #f5f5f5; padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; }
 .bad { color: #9b1c1c; }
 """

@@ -1,0 +1,110 @@
+"""The code of docs/extend.md works as it stands: on the simulator, on this machine, and against the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu_kernels import KVPages, append_kv, backends, plan_decode, reference
+from experiments.run import main
+from hybridattn import LLM, SamplingParams
+
+DOC = Path(__file__).parents[2] / "docs" / "extend.md"
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The folder ``mine`` with every file that the page says to save."""
+    text = DOC.read_text()
+    blocks = re.findall(r"as\s+`mine/([\w/.]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.S)
+    assert [name for name, _ in blocks] == [
+        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "plain.py"
+    ]  # fmt: skip
+    for name, code in blocks:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("patient", "bursts", "plain"):
+        sys.modules.pop(name, None)
+
+
+def rows(mine, name):
+    return [json.loads(line) for line in (mine / "results" / name / "latest" / "rows.jsonl").read_text().splitlines()]
+
+
+def run(mine, *overrides):
+    return main([f"results_root={mine}/results", f"hydra.searchpath=[file://{mine}]", *overrides])
+
+
+def test_the_policy_is_no_longer_than_thirty_lines(mine):
+    assert len((mine / "patient.py").read_text().splitlines()) <= 30
+
+
+def test_an_outside_policy_runs_on_the_simulator(mine):
+    where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=2,4"]
+    assert run(mine, *where, "policy=gpu_only,patient") == 0
+    rate = {(r["policy"], r["ratio"]): r["tokens_per_s"] for r in rows(mine, "ratio")}
+    assert rate["patient", 2] > rate["gpu_only", 2]  # a T4 with four requests: any help pays
+
+
+def test_its_options_can_be_swept(mine):
+    where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=4", "policy=patient"]
+    assert run(mine, *where, "policy.options.patience_us=0,100000") == 0
+    by = {r["patience_us"]: r["cpu_tokens_per_s"] for r in rows(mine, "ratio")}
+    assert by[100000] > by[0]
+
+
+def test_an_outside_policy_and_back_end_run_on_host(mine):
+    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=patient", "device.backend=plain"]
+    assert run(mine, "+experiment=ratio_host", *small) == 0
+    [row] = rows(mine, "ratio_host")
+    assert (row["kind"], row["device"], row["cpu_rows"], row["completed"]) == ("measured", "host", 2, 4)
+    for registry in (backends.REGISTRY, backends._NEEDS):
+        registry.pop("plain")
+
+
+def test_the_text_is_the_same_under_an_outside_policy(mine):
+    texts = []
+    for policy in ("gpu_only", importlib.import_module("patient").Patient(cpu_fraction=1.0)):
+        with LLM(model="smollm2-135m", device="host", policy=policy) as llm:
+            texts.append(llm.generate(["The capital of France is"], SamplingParams(max_tokens=4))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_an_outside_workload_is_served(mine):
+    where = ["name=bursts", "point=experiments.points.serve:point", "workload=bursts", "policy=gpu_only,async_overlap"]
+    assert run(mine, *where) == 0
+    assert [(r["workload"], r["completed"]) for r in rows(mine, "bursts")] == [("bursts", 24), ("bursts", 24)]
+
+
+def test_the_outside_back_end_agrees_with_the_oracle(mine, monkeypatch):
+    monkeypatch.setitem(backends.REGISTRY, "plain", "plain")
+    monkeypatch.setitem(backends._NEEDS, "plain", ())
+    rng, lens, heads, dim = np.random.default_rng(0), [5, 37, 0], 4, 32
+    pages = KVPages(8, 2, dim, page_size=16, dtype="fp32")
+    table = np.array([[3, -1, -1], [1, 6, 2], [-1, -1, -1]], np.int32)
+    keys = [rng.standard_normal((2, n, 2, dim)).astype(np.float32) for n in lens]
+    for row, (k, v) in enumerate(keys[:2]):
+        slots = np.array([table[row, t // 16] * 16 + t % 16 for t in range(lens[row])], np.int64)
+        append_kv(pages, 0, k, v, slots)
+    q = rng.standard_normal((3, heads, dim)).astype(np.float32)
+    out, lse = np.full_like(q, np.nan), np.full((3, heads), np.nan, np.float32)
+    plan_decode(pages, table, np.array(lens, np.int32), heads, backend="plain").run(q, out, lse)
+    for row, (k, v) in enumerate(keys[:2]):
+        want, want_lse = reference.attend(q[row], k, v, lens[row] - 1)
+        np.testing.assert_allclose(out[row], want, atol=2e-6)
+        np.testing.assert_allclose(lse[row], want_lse, atol=2e-6)
+    assert np.all(out[2] == 0) and np.all(np.isneginf(lse[2]))
+
+
+def test_a_back_end_that_is_nowhere_is_refused(mine, capsys):
+    where = ["+experiment=ratio_host", "repeats=1", "settings.ratio=1", "policy=gpu_only"]
+    assert run(mine, *where, "device.backend=nope") == 1
+    assert "device.backend 'nope' is neither a module" in capsys.readouterr().out
