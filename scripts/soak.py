@@ -1,0 +1,198 @@
+"""Serve many small requests and check the invariants after every step.
+
+    python scripts/soak.py --device sim --requests 20000
+    python scripts/soak.py --device host --requests 2000
+
+Requests come in waves with pauses between them; lengths, seeds and choices are random; some are aborted at a random
+time. After each step: every request is in one place, every block is held once or free, no limit is exceeded, time does
+not go back. At the end: each request was reported once and all blocks are free. Memory must not grow once the first
+quarter has been served. On ``host`` the requests repeat a handful of prompts, and each must be answered alike whatever
+runs beside it. Prints one JSON line; exit code 1 and a message when an invariant breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from hybridattn.core.records import RequestRecord
+from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.devices.sim import SimDevice
+from hybridattn.policies.registry import make_policy
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.engine import Engine
+from hybridattn.runtime.params import SamplingParams
+from hybridattn.runtime.priced_stages import PricedStages
+from hybridattn.runtime.request import DeclaredTokens, Request
+
+PAGE, MAX_WAITING = 16, 40
+GROWTH_MIB = 8.0  # allowed between the first quarter and the end, allocator noise included
+SHAPE = ModelShape("small", 3, 256, 512, 4, 2, 32, 1024, 1024)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Broken(what)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was served."""
+
+    added: int = 0
+    steps: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    preemptions: int = 0
+    on_cpu: int = 0
+    open_ids: set[str] = field(default_factory=set)
+
+    def ended(self, record: RequestRecord) -> None:
+        require(record.request_id in self.open_ids, f"request {record.request_id} ended twice or was never added")
+        self.open_ids.remove(record.request_id)
+        self.reasons[record.finish_reason] += 1
+        self.tokens += record.output_tokens
+        self.preemptions += record.preemptions
+        self.on_cpu += record.tier == "cpu"
+
+
+def check(engine: Engine, tally: Tally) -> None:
+    """The invariants of a step."""
+    scheduler = engine.scheduler
+    require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
+    require(len(scheduler.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
+    for tier, pool in scheduler.pools.items():
+        held = [b for r in scheduler.running if r.tier == tier for b in r.blocks]
+        require(len(held) == len(set(held)), f"a block of the {tier} tier is held twice")
+        if not engine.executor.moving:
+            require(len(held) + pool.num_free == pool.num_blocks, f"blocks of the {tier} tier are lost")
+    require(all(not r.blocks for r in scheduler.waiting), "a waiting request holds blocks")
+
+
+def serve(
+    engine: Engine, total: int, rng: random.Random, add: Callable[[int], Request], pause: Callable[[], None]
+) -> dict[str, Any]:
+    """Waves of requests, aborts among them, until ``total`` have ended."""
+    tally, process = Tally(), psutil.Process()
+    engine.send_records(tally.ended)
+    baseline, last_ns, began = 0, 0, time.monotonic()
+    while tally.added < total or engine.unfinished:
+        if tally.added < total and engine.unfinished < MAX_WAITING:
+            if rng.random() < 0.05:
+                pause()
+            for _ in range(min(rng.randint(1, 12), total - tally.added)):
+                tally.open_ids.add(add(tally.added).request_id)
+                tally.added += 1
+        if tally.open_ids and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(tally.open_ids)))
+        if engine.unfinished:
+            engine.step()
+        tally.steps += 1
+        check(engine, tally)
+        now_ns = engine.device.now_ns()
+        require(now_ns >= last_ns, "time went back")
+        last_ns = now_ns
+        if not baseline and tally.added >= total // 4:
+            baseline = process.memory_info().rss
+    require(sum(tally.reasons.values()) == total, f"{total} requests, {dict(tally.reasons)}")
+    require(all(p.num_free == p.num_blocks for p in engine.scheduler.pools.values()), "blocks are missing at the end")
+    grown = (process.memory_info().rss - baseline) / 2**20
+    require(grown < GROWTH_MIB, f"memory grew by {grown:.1f} MiB after the first quarter")
+    return {
+        "requests": total, "steps": tally.steps, "reasons": dict(tally.reasons), "tokens": tally.tokens,
+        "preemptions": tally.preemptions, "on_cpu": tally.on_cpu, "grown_mib": round(grown, 2),
+        "took_s": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def soak_sim(total: int, seed: int, policy: str) -> dict[str, Any]:
+    """Declared lengths, priced by shipped profiles."""
+    rng = random.Random(seed)
+    pricing = machine("t4", "xeon-8259cl-8c", "pcie3-x16")
+    device = SimDevice(pricing, record=False)
+    config = EngineConfig(24, 48, PAGE, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64)
+    chosen = make_policy(policy, costs=Costs(ModelCost(SHAPE, "fp16"), pricing))
+    engine = Engine(PricedStages(SHAPE, "fp16"), device, chosen, config)
+
+    def add(number: int) -> Request:
+        return engine.add(DeclaredTokens(rng.randint(1, 120)), rng.randint(1, 60))
+
+    return serve(engine, total, rng, add, lambda: device.sleep_until_ns(device.now_ns() + rng.randint(0, 10**8)))
+
+
+def soak_host(total: int, seed: int, policy: str) -> dict[str, Any]:
+    """Real math on tiny random weights; equal requests must get equal answers."""
+    from hybridattn import LLM
+
+    rng = random.Random(seed)
+    kinds = []
+    for number in range(12):
+        prompt = [rng.randrange(512) for _ in range(rng.randint(1, 40))]
+        hot = number % 3 != 0
+        kinds.append(
+            (prompt, SamplingParams(max_tokens=rng.randint(1, 12), temperature=1.0 if hot else 0.0, seed=number))
+        )
+    with LLM(
+        "dummy:tiny", policy=policy, gpu_kv_blocks=10, cpu_kv_blocks=10, page_size=PAGE, max_model_len=64,
+        max_num_seqs=8, max_num_batched_tokens=48, record=False,
+    ) as llm:  # fmt: skip
+        engine = llm.engine
+        answers: dict[int, list[int]] = {}
+        asked: dict[str, tuple[int, Request]] = {}
+
+        def compare(number: int, request: Request) -> None:
+            got = request.token_ids[request.num_prompt :]
+            want = answers.setdefault(number, got) if request.finish_reason == "length" else answers.get(number, got)
+            require(got == want[: len(got)], f"kind {number} was answered otherwise before")
+
+        def add(number: int) -> Request:
+            for name in [n for n, (_, r) in asked.items() if r.finish_reason is not None]:
+                compare(*asked.pop(name))
+            prompt, params = kinds[rng.randrange(len(kinds))]
+            request = engine.add(prompt, params.max_tokens, params)
+            asked[request.request_id] = (params.seed or 0, request)
+            return request
+
+        found = serve(engine, total, rng, add, lambda: time.sleep(rng.random() * 0.01))
+        for number, request in asked.values():
+            compare(number, request)
+    return found | {"kinds_compared": len(answers)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="Serve many small requests and check the invariants after every step.")
+    p.add_argument("--device", choices=["sim", "host"], required=True)
+    p.add_argument("--requests", type=int, required=True)
+    p.add_argument("--policies", nargs="+", default=["gpu_only", "sync_offload", "async_overlap", "asymmetric"])
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args(argv)
+    soak = soak_sim if args.device == "sim" else soak_host
+    share = -(-args.requests // len(args.policies))
+    for policy in args.policies:
+        try:
+            found = soak(share, args.seed, policy)
+        except Broken as error:
+            print(f"soak: {args.device}, {policy}, seed {args.seed}: {error}", file=sys.stderr)
+            return 1
+        print(json.dumps({"device": args.device, "policy": policy, "seed": args.seed, **found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
