@@ -16,9 +16,10 @@ from hybridattn.core.device import Span
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, SKIPPED, Op, Work
 from hybridattn.core.trace import violations
+from hybridattn.devices import cuda_runtime
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.cuda_clock import GpuClock
-from hybridattn.devices.cuda_runtime import loaded_library
+from hybridattn.devices.cuda_runtime import TorchCuda, loaded_library
 from hybridattn.devices.cuda_spans import spans_of
 
 SECOND = 1_000_000_000
@@ -318,6 +319,44 @@ def test_pinned_memory_is_given_back_and_pageable_memory_is_announced(opened):
     device = opened(FakeCuda(pins=False))
     with pytest.warns(RuntimeWarning, match=r"a slab \(100 bytes\) could not be pinned and stays pageable.*lockable"):
         assert not device.pin(4096, 100, "a slab")
+
+
+class StubTorch:
+    """The few calls into torch that can be refused, on a machine without a card."""
+
+    def __init__(self, cards, code):
+        self.cuda, self.code, self.calls = self, code, []
+        self.device_count = lambda: cards
+        self.get_device_name = lambda device: "Stub"
+        self.cudart = lambda: self
+
+    def device(self, name):
+        return name
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802  # CUDA's name
+        self.calls.append((address, num_bytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.calls.append(address)
+        return self.code
+
+
+def test_what_cuda_refuses_is_said(monkeypatch):
+    monkeypatch.setattr(cuda_runtime, "torch", StubTorch(cards=1, code=0))
+    with pytest.raises(InputError, match="CUDA device 1 does not exist: torch sees 1"):
+        TorchCuda(1)
+    card = TorchCuda(0)
+    card.pin(4096, 10)
+    card.unpin(4096)
+    assert cuda_runtime.torch.calls == [(4096, 10, 0), 4096]
+    assert card.kind == "measured" and card.torch_device == "cuda:0" and card.gpu_name == "Stub"
+    assert card.why_no_host_call() == "neither libcudart nor libcuda is loaded in this process"
+    with pytest.raises(RuntimeError, match="no host call: neither"):
+        card.host_call(None, 1, 0)
+    monkeypatch.setattr(cuda_runtime, "torch", StubTorch(cards=1, code=2))
+    with pytest.raises(RuntimeError, match="pinning 10 bytes failed with CUDA error 2"):
+        card.pin(4096, 10)
 
 
 def test_a_loaded_library_is_found_in_the_memory_map(tmp_path):

@@ -20,6 +20,7 @@ from scaled_model import scaled
 
 from cpu_kernels import KVPages, append_kv, gather_kv
 from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.op import D2H, GPU, H2D
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
@@ -114,6 +115,20 @@ def test_without_waits_the_same_check_fires(model, quiet, policy):
         device = CudaDevice(runtime=FakeCuda(seed, forget=("waits",)), close_timeout_s=1.0)
         with pytest.raises((AssertionError, HybridAttnError)):
             assert answers(device, model, POLICIES[policy]())[0] == quiet
+
+
+@pytest.mark.parametrize("lane", [GPU, D2H, H2D, "handover"])
+def test_the_waits_of_every_stream_are_needed(model, quiet, lane):
+    """With the waits of one stream alone taken out, some order of the streams must do damage."""
+    for seed in range(12):
+        device = CudaDevice(runtime=FakeCuda(seed), close_timeout_s=1.0)
+        device.runtime.deaf = {device._cpu.stream if lane == "handover" else device.stream(lane)}
+        try:
+            if answers(device, model, POLICIES["async_all_on_cpu"]())[0] != quiet:
+                return
+        except (AssertionError, HybridAttnError):
+            return
+    pytest.fail(f"the waits of {lane} can be taken out without being seen")
 
 
 def test_tokens_survive_forced_preemption(model):
