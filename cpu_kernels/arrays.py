@@ -60,7 +60,7 @@ class View:
 def _address(array: np.ndarray) -> int:
     """Address of the first element; NumPy's own ways take 2 us each, the buffer's 0.3 us where it is writable."""
     try:
-        return ctypes.addressof(ctypes.c_byte.from_buffer(array))
+        return ctypes.addressof(ctypes.c_byte.from_buffer(array.data))
     except (TypeError, ValueError, BufferError):  # read-only, empty, or not contiguous
         return int(array.__array_interface__["data"][0])
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of
-from cpu_kernels.codegen.lines import Edge, LineMath
+from cpu_kernels.codegen.lines import Ahead, Edge, LineMath, column_source
 from cpu_kernels.codegen.tiles import V16F, V16I, DotTiles, dot_bf16
 from cpu_kernels.codegen.values import I8, I16, I32, I64, Value
 from cpu_kernels.layout import LANES
@@ -171,7 +171,7 @@ class AmxMath(LineMath):
             for line in range(0, num_bytes, 64):
                 k.f.prefetch(ahead.at(at + line), L2)
 
-    def values(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
+    def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         if edge is not None:
             super().values(k, here, ahead, edge)
             return
@@ -182,8 +182,8 @@ class AmxMath(LineMath):
             with f.loop(0, k.chunks) as c:
                 state = k.o.at(c * 64 + g0 * k.dim * 4)
                 ops.load(f, C, state, k.dim * 4)
-                at = c * k.column_bytes
+                at, source = c * k.column_bytes, column_source(k, ahead if number == 0 else None, c)
                 for row in range(0, k.page, 32):
                     self._step(k, weights.at(row * 2), k.page * 2, values.at(at + row * 32), k.page - row < 32)
-                    self._fetch(k, ahead if number == 0 else None, at + row * 32, min(32, k.page - row) * 32)
+                    self._fetch(k, source, at + row * 32, min(32, k.page - row) * 32)
                 ops.store(f, C, state, k.dim * 4)

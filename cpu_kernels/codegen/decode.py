@@ -21,10 +21,10 @@ from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
 from cpu_kernels.codegen.frame import L2, MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
-from cpu_kernels.codegen.lines import LineMath, PageMath
+from cpu_kernels.codegen.lines import Ahead, LineMath, PageMath
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, DotTiles, WideTiles, element_shift, load_as_f32
-from cpu_kernels.codegen.values import F32, I64, PTR, Value
+from cpu_kernels.codegen.values import F32, I64, PTR, Value, Var
 from cpu_kernels.layout import LANES, Layout
 
 # What is fetched has to be far enough ahead to arrive in time: half a block where that is this much, else a whole one.
@@ -100,15 +100,31 @@ class DecodeKernel:
             beyond = f.var(PTR, following)
             with f.when(page + 1 < end):
                 beyond.set(k.block(k.seq, page + 1, h0))
+            late = self._late_source(page, end, last, following, h0)
             run = k.block(k.seq, page, h0)
             with f.loop(h0, h1) as head:
                 self._use_head(head, h0)
                 here = run.at((head - h0) * k.layout.head_bytes)
-                ahead = (head + 1 < h1).select(here.at(k.layout.head_bytes), beyond.get())
-                self._page(page * k.page, here, ahead, first, last)
+                inside = head + 1 < h1
+                next_block = here.at(k.layout.head_bytes)
+                ahead = inside.select(next_block, beyond.get()), inside.select(next_block, late.get())
+                self._page(page * k.page, here, ahead, (first, last))
         with f.loop(h0, h1) as head:
             self._use_head(head, h0)
             results.finish(k, item)
+
+    def _late_source(self, page: Value, end: Value, last: Value, following: Value, h0: Value) -> Var:
+        """Where the second half of a page's V fetches from: the next page, or what follows if that half is not needed.
+
+        A last page with no more than half of its positions in use needs the first half of its K only (its tiles lie one
+        after the other); the second half of the following unit's K is fetched in its stead, and `_edge` takes the rest.
+        """
+        k, f = self.k, self.k.f
+        late = f.var(PTR, following)
+        spare = (page + 2).eq(end) & (end * k.page - last >= k.page // 2)
+        with f.when((page + 1 < end) & spare.eq(0)):
+            late.set(k.block(k.seq, page + 1, h0))
+        return late
 
     def _use_head(self, head: Value, h0: Value) -> None:
         """Point q, o, m and l at the state of one KV head."""
@@ -157,27 +173,33 @@ class DecodeKernel:
             f.store(f.const(F32, MINUS_INF), k.m, g * 4)
             f.store(f.const(V16F, 0.0), k.l, g * 64)
 
-    def _page(self, start: Value, here: Value, ahead: Value, first: Value, last: Value) -> None:
+    def _page(self, start: Value, here: Value, ahead: Ahead, span: tuple[Value, Value]) -> None:
         """One page of one KV head; pages that hold masked positions take a path of their own."""
         k, f = self.k, self.k.f
+        first, last = span
         low, high = first - start, last - start
         low, high = (low > 0).select(low, 0), (high < k.page).select(high, k.page)
         k.start, k.scales = start, here.at(2 * k.layout.k_bytes)
         half = k.layout.k_bytes
-        during_k, during_v = (ahead, ahead.at(half)) if half < NEAR_BYTES else (here.at(half), ahead)
+        near = half >= NEAR_BYTES
         with f.either(low.eq(0) & high.eq(k.page)) as whole:
-            self.math.scores(k, here, during_k, None)
+            self.math.scores(k, here, here.at(half) if near else ahead[0], None)
             softmax.update(k, self.math, None)
-            self.math.values(k, here, during_v, None)
+            self.math.values(k, here, ahead if near else (ahead[0].at(half), ahead[0].at(half)), None)
             whole.otherwise()
             edge = (low, high)
-            if half < NEAR_BYTES:
-                k.prefetch_range(during_k, half)
-            else:
+            if near:
                 self._fetch_rows(here.at(half), edge)
-                k.prefetch_range(during_v, half // 2)
+                k.prefetch_range(ahead[0], half // 2)
+            else:
+                k.prefetch_range(ahead[0], half)
             self.math.scores(k, here, None, edge)
-            k.prefetch_range(during_v.at(half // 2), half // 2)
+            if near:
+                # The second half came with the page before, if there was one and this page is at most half used.
+                with f.when((high > k.page // 2) | (start <= first)):
+                    k.prefetch_range(ahead[0].at(half // 2), half // 2)
+            else:
+                k.prefetch_range(ahead[0].at(half), half)
             softmax.update(k, self.math, edge)
             self.math.values(k, here, None, edge)
 

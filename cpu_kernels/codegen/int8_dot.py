@@ -15,7 +15,7 @@ from __future__ import annotations
 from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of
-from cpu_kernels.codegen.lines import Edge
+from cpu_kernels.codegen.lines import Ahead, Edge, column_source
 from cpu_kernels.codegen.tiles import V16F, V16I
 from cpu_kernels.codegen.values import F32, I8, I32, I64, Value, Var, vec
 from cpu_kernels.layout import LANES
@@ -118,7 +118,7 @@ class Int8Dot:
         if ahead is not None and u * 64 % self.fetch_every == 0:
             f.prefetch(ahead.at(at + u * 64), L2)
 
-    def values(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
+    def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         f = k.f
         r0, r1 = f.const(I64, 0), f.const(I64, k.page // 4)
         if edge is not None:
@@ -128,10 +128,11 @@ class Int8Dot:
             weights = self.p.at(g0 * self.weight_row)
             with f.loop(0, k.chunks) as c:
                 acc = [[f.var(V16I, 0), f.var(V16I, 0)] for _ in range(count)]
+                source = column_source(k, ahead if number == 0 else None, c)
                 with f.loop(r0, r1, unroll) as r:
                     at = c * k.column_bytes + r * 64
                     for u in range(unroll):
-                        self._fetch(f, ahead if number == 0 else None, at, u)
+                        self._fetch(f, source, at, u)
                         line = f.load(V16I, values.at(at + u * 64))
                         for g, pair in enumerate(acc):
                             for part, var in enumerate(pair):

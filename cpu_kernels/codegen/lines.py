@@ -15,6 +15,7 @@ from cpu_kernels.codegen.values import I32, I64, Value, Var
 from cpu_kernels.layout import LANES
 
 Edge = tuple[Value, Value]  # first allowed position in the page, and one past the last
+Ahead = tuple[Value, Value]  # where the first half of the columns of V fetches from, and where the second half does
 
 
 class PageMath(Protocol):
@@ -44,8 +45,8 @@ class PageMath(Protocol):
     def store_weights(self, k: Frame, g: Value, weights: list[Value]) -> None:
         """Store a head's softmax weights of the page, 16 positions a vector; int8: they carry V's scales."""
 
-    def values(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
-        """Add the weighted V of the allowed positions to ``o[group][head_dim]``."""
+    def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
+        """Add the weighted V of the allowed positions to ``o[group][head_dim]``, fetching `ahead` on the way."""
 
 
 class LineMath:
@@ -129,7 +130,7 @@ class LineMath:
         for t, e in enumerate(weights):
             self.tiles.store_weights(k.f, e, self.p.at(g * (k.page * size) + t * LANES * size))
 
-    def values(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
+    def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         f, n = k.f, k.layout.per_lane
         r0, r1 = f.const(I64, 0), f.const(I64, k.page // n)
         if edge is not None:
@@ -141,7 +142,7 @@ class LineMath:
         self,
         k: Frame,
         values: Value,
-        ahead: Value | None,
+        ahead: Ahead | None,
         r0: Value,
         r1: Value,
         block: tuple[int, int],
@@ -153,13 +154,21 @@ class LineMath:
         with f.loop(0, k.chunks) as c:
             state = k.o.at(c * 64 + g0 * k.dim * 4)
             acc = [_resumed(f, state, g * k.dim * 4, ways) for g in range(count)]
+            source = column_source(k, ahead, c)
             with f.loop(r0, r1, unroll) as r:
                 at = c * k.column_bytes + r * k.layout.line_bytes
                 words = weights.at(r * (tiles.words_per_line * 4))
                 mask = pair_mask(f, r, edge) if edge is not None and k.layout.dtype == "bf16" else None
-                self._walk(k, values.at(at), None if ahead is None else ahead.at(at), words, unroll, k.page, acc, mask)
+                self._walk(
+                    k, values.at(at), None if source is None else source.at(at), words, unroll, k.page, acc, mask
+                )
             for g in range(count):
                 f.store(total_of(acc[g]), state, g * k.dim * 4)
+
+
+def column_source(k: Frame, ahead: Ahead | None, c: Value) -> Value | None:
+    """Where column `c` of V fetches from (offsets are those of the block in hand)."""
+    return None if ahead is None else (c < (k.chunks + 1) // 2).select(*ahead)
 
 
 def _resumed(f: Function, state: Value, offset: int, ways: int) -> list[Var]:
