@@ -29,7 +29,7 @@ from cpu_kernels.pool_state import JOB_BYTES, MAX_JOBS, PoolState, close_forgott
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
 # Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
 _HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
-_HEAD_AT, _RELEASE = 8 * int(Word.REMAINING), int(Ctl.RELEASE)
+_HEAD_AT, _RELEASE, _DONE = 8 * int(Word.REMAINING), int(Ctl.RELEASE), int(Word.DONE)
 
 
 class WorkerPool:
@@ -156,10 +156,12 @@ class WorkerPool:
     def _reset_descriptor(self, at: int, chunks: int, sequence: int, priority: int, fault: Fault) -> None:
         shared = self._shared
         seen = shared.control[_RELEASE]
+        # DONE never goes back: another thread may just be asking for the job that was here before.
+        done = shared.words[at // 8 + _DONE]
         _HEAD.pack_into(
             shared.bytes, at + _HEAD_AT,
             chunks, 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
-            0, 0, 0, 0, 0, 0, sequence, fault, priority, shared.ctl_at, seen,  # DONE ... SEQUENCE to RELEASE_SEEN
+            done, 0, 0, 0, 0, 0, sequence, fault, priority, shared.ctl_at, seen,  # DONE ... SEQUENCE to RELEASE_SEEN
         )  # fmt: skip
         shared.words[at // 8] = (chunks << 32) | chunks  # CLAIM: nothing left to claim until the push
 
@@ -246,9 +248,11 @@ class WorkerPool:
         with self._lock:
             left = [job for lane in self._flying for job in lane if not job.done()]
             if not stopped:
-                # A worker still writes to these buffers: they live as long as its thread does.
+                # A worker still writes to these buffers: they live as long as its thread does, and no other run gets them.
                 self._shared.kept.extend((job._alive, job._space) for job in left)
             for job in left:
+                if not stopped:
+                    job._space = job._plan.workspace()
                 self._fail(job)
             for lane in self._flying:
                 lane.clear()

@@ -66,11 +66,8 @@ class DecodeKernel:
     def _take_state(self) -> None:
         k, f = self.k, self.k.f
         self.q_bytes = -(-self.math.query_bytes // 64) * 64
-        self.o_bytes, self.m_bytes, self.l_bytes = (
-            self.group * k.dim * 4,
-            -(-self.group * 4 // 64) * 64,
-            self.group * 64,
-        )
+        self.o_bytes, self.l_bytes = self.group * k.dim * 4, self.group * 64
+        self.m_bytes = -(-self.group * 4 // 64) * 64
         sizes = (self.q_bytes, self.o_bytes, self.m_bytes, self.l_bytes)
         self.q_all, self.o_all, self.m_all, self.l_all = (f.dynamic_buffer(k.unit_heads * n) for n in sizes)
         self.row = f.buffer(k.dim * 4)
@@ -117,7 +114,7 @@ class DecodeKernel:
         """Where the second half of a page's V fetches from: the next page, or what follows if that half is not needed.
 
         A last page with no more than half of its positions in use needs the first half of its K only (its tiles lie one
-        after the other); the second half of the following unit's K is fetched in its stead, and `_edge` takes the rest.
+        after the other); the second half of the following unit's K is fetched in its stead, and `_page` fetches the first with the last page.
         """
         k, f = self.k, self.k.f
         late = f.var(PTR, following)
