@@ -244,11 +244,12 @@ class WorkerPool:
                 return
             self._closed = True
         stopped = self._shared.stop(timeout_s)
-        self._finalizer.detach()
+        if stopped:
+            self._finalizer.detach()
         with self._lock:
             left = [job for lane in self._flying for job in lane if not job.done()]
             if not stopped:
-                # A worker still writes to these buffers: they live as long as its thread does, and no other run gets them.
+                # A worker still writes to these: they live as long as its thread does, and no other run gets them.
                 self._shared.kept.extend((job._alive, job._space) for job in left)
             for job in left:
                 if not stopped:

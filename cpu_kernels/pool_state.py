@@ -83,6 +83,8 @@ class PoolState:
         """Tell all workers to end and wait for them; False if one is still running."""
         self.control[Ctl.STOP] = 1
         limit = time.monotonic() + timeout_s
+        self.ring_bell(Ctl.SIGNAL)
+        self.ring_bell(Ctl.RELEASE)
         for thread in self.threads:
             while thread.is_alive() and time.monotonic() < limit:
                 # Python adds to these words without an atomic operation, so a push at the same instant may hide a ring.

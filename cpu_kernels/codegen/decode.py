@@ -114,7 +114,8 @@ class DecodeKernel:
         """Where the second half of a page's V fetches from: the next page, or what follows if that half is not needed.
 
         A last page with no more than half of its positions in use needs the first half of its K only (its tiles lie one
-        after the other); the second half of the following unit's K is fetched in its stead, and `_page` fetches the first with the last page.
+        after the other); the second half of the following unit's K is fetched in its stead, and the first half of that
+        during the last page itself.
         """
         k, f = self.k, self.k.f
         late = f.var(PTR, following)

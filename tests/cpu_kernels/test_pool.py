@@ -190,6 +190,21 @@ def test_close_is_bounded_fails_what_is_left_and_may_be_called_again(problem: An
         pool.submit(p.plan(), p.q, p.out)
 
 
+def test_a_close_without_patience_still_fails_every_job(problem: Any) -> None:
+    """The worker may or may not have stopped at once; nobody is left waiting, and it does stop."""
+    p = problem([20])
+    pool = ck.WorkerPool(1)
+    jobs = [pool.submit(p.plan(), p.q, p.out.copy(), fault="hang") for _ in range(3)]
+    try:
+        pool.close(0.0)
+    except TimeoutError as error:
+        assert "a worker did not stop within 0.0 s" in str(error)
+    assert all(job.done() and isinstance(job.error, ck.WorkerError) for job in jobs)
+    for thread in pool._shared.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_job_keeps_its_buffers_only_while_it_needs_them(problem: Any, one: Any) -> None:
     p = problem([20])
 
