@@ -36,7 +36,7 @@ START=$(date +%s)
 FAILED=
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-for entry in a:30 b:95 e:200 c:55 d:45 f:50 g:40; do
+for entry in a:30 b:110 e:200 c:55 d:45 f:50 g:40; do
     part=${entry%%:*} limit=${entry##*:}
     case $SKIP in *"$part"*) echo "== part $part: skipped"; continue ;; esac
     left=$((TOTAL - ($(date +%s) - START)))

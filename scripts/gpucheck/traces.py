@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.device import Span
 from hybridattn.core.records import PassRecord
@@ -25,10 +27,10 @@ def lanes(window: Window, first: PassRecord, last: PassRecord) -> int:
 
 def run(report: Report, budget: Budget, dry_run: bool) -> int:
     """The file is the trace itself, so that Perfetto opens it; its ``otherData`` says where it comes from."""
-    settings = policy_run(dry_run)
+    ratio = 2 if dry_run else 4
+    settings = replace(policy_run(dry_run), ratios=(ratio,))
     bench = Bench(settings, "host" if dry_run else "cuda")
     try:
-        ratio = 2 if dry_run else 4
         policy = AsyncOverlap(ratio / (1 + ratio))
         window = bench.window(policy, settings.gpu_requests, settings.gpu_requests * ratio, settings.window_s / 3)
         device = bench.device
