@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from scaled_model import scaled
 
 from cpu_kernels import KVPages, append_kv, gather_kv
+from hybridattn import LLM
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.op import D2H, GPU, H2D
 from hybridattn.core.trace import violations
@@ -277,6 +278,21 @@ def test_pageable_memory_works_and_warns_once(model, quiet):
         tokens, _ = answers(CudaDevice(runtime=FakeCuda(4, pins=False)), model, POLICIES["async_overlap"]())
     assert tokens == quiet
     assert [str(w.message)[:27] for w in caught] == ["the CPU tier's KV pool (983"]
+
+
+def test_the_front_door_opens_a_card_and_its_trace_says_so(monkeypatch):
+    monkeypatch.setattr("hybridattn.devices.registry.why_no_cuda", lambda: None)
+    options = {"gpu_kv_blocks": 8, "cpu_kv_blocks": 8, "page_size": 16, "max_model_len": 64, "cpu_fraction": 0.5}
+    with LLM("dummy:tiny", "cuda", device_options={"runtime": FakeCuda(1)}, **options) as llm:
+        outputs = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5))
+        trace = llm.trace()
+    with LLM("dummy:tiny", "host", **options) as llm:
+        assert [o.token_ids for o in llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5))] == [
+            o.token_ids for o in outputs
+        ]
+    assert {o.tier for o in outputs} == {"gpu", "cpu"}
+    assert (trace.device, trace.kind) == ("cuda", "emulated") and trace.clock_spread_ns > 0
+    assert violations(trace.spans) == []
 
 
 def test_every_pinned_byte_is_given_back(model):
