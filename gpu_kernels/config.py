@@ -61,10 +61,11 @@ def decode_config(
     block_d = block_of(head_dim)
     if tensor_cores(dtype, capability):
         block_g = 16 if group <= 16 else 32
-        block_n = 32 if block_d > 128 or (block_d == 128 and block_g == 32) else 64
+        block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
         warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
-        if quantised:  # widening the codes takes registers, so more threads share a tile
-            warps, stages = 8, 2
+        if quantised:  # widening the codes takes registers: fewer keys, or more threads, share a tile
+            block_n = 32 if block_g == 32 or block_d <= 32 else block_n
+            warps, stages = 4 if block_d <= 32 else 8, 2
     else:
         block_g = 4 if group <= 4 else 16
         block_n = 32 if block_d <= 64 else 16
