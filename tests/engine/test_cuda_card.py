@@ -6,6 +6,7 @@ import pytest
 import torch
 from scaled_model import scaled
 
+from gpu_kernels.environment import interpreted
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
@@ -38,6 +39,8 @@ def answers(device, model, policy, dtype="fp32"):
 def card():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if interpreted():
+        pytest.skip("needs compiled kernels: run with TRITON_INTERPRET=0")
 
 
 @pytest.fixture(scope="module")
