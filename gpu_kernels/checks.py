@@ -39,6 +39,8 @@ class CacheShape:
             refuse("k_cache", f"dtype {self.dtype} is not supported; use float32, float16, bfloat16 or int8")
         if max(self.stride, self.stride_head) > _INT32_MAX:
             refuse("k_cache", f"page stride {self.stride} exceeds {_INT32_MAX} elements")
+        if self.stride % 16 or self.stride_head % 16:
+            refuse("k_cache", f"strides {self.stride} of pages, {self.stride_head} of heads are no multiples of 16")
 
     @property
     def quantised(self) -> bool:

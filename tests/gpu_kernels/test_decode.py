@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_kernels import paged_decode_attention, plan_decode
+from gpu_kernels import cache_shape, paged_decode_attention, plan_decode
 from gpu_kernels.checks import owners
 from gpu_kernels.decode import _work
 
@@ -248,6 +248,39 @@ def test_run_refuses_what_does_not_fit_the_plan(make_batch: Callable[..., Any], 
     codes = make_batch([100], 2, 32, dtype=torch.int8)
     with pytest.raises(ValueError, match="k_scale, v_scale: an int8 cache needs both"):
         paged_decode_attention(q, *codes.tensors(), k_scale=codes.scales["k_scale"])
+
+
+def test_caches_and_scales_are_checked(device: torch.device) -> None:
+    cache = torch.zeros(4, 2, 16, 32, device=device)
+    apart = torch.zeros(4, 2, 16, 64, device=device)[..., :32]
+    odd = torch.zeros(4 * 1032, device=device).as_strided((4, 2, 16, 32), (1032, 512, 32, 1))
+    unaligned = torch.zeros(4097, device=device)[1:].view(4, 2, 16, 32)
+    for message, k, v in (
+        ("k_cache: strides .* do not keep the positions", apart, apart),
+        ("v_cache: shape .* differ from k_cache's", cache, cache.half()),
+        ("k_cache: strides 1032 of pages, 512 of heads are no multiples of 16", odd, odd),
+        ("v_cache: data starts 4 bytes past", cache, unaligned),
+        ("v_cache: is on meta and k_cache on", cache, torch.zeros(4, 2, 16, 32, device="meta")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache_shape(k, v)
+    codes = cache.to(torch.int8)
+    scale = torch.ones(4, 2, 16, device=device)
+    row, table, lens = torch.zeros(1, 2, 32, device=device), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5])
+    for message, k_scale in (
+        ("k_scale: shape", scale[:3]),
+        ("k_scale: dtype", scale.half()),
+        ("k_scale: strides", torch.ones(4, 2, 32, device=device)[..., :16]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_decode_attention(row, codes, codes, table, lens.int(), k_scale=k_scale, v_scale=scale)
+    with pytest.raises(ValueError, match="seq_lens: sequence 0 has length 2000000000"):
+        plan_decode(cache, cache, table, torch.tensor([2_000_000_000], dtype=torch.int32), 2)
+    plan = plan_decode(
+        cache, cache, table.expand(1, 16).contiguous(), torch.tensor([100], dtype=torch.int32), 2, split_tokens=64
+    )
+    with pytest.raises(ValueError, match="workspace: torch.float64"):
+        plan.run(row, cache, cache, workspace=torch.zeros(1000, dtype=torch.float64, device=device))
 
 
 def test_no_sequences_is_no_work(make_batch: Callable[..., Any], device: torch.device) -> None:
