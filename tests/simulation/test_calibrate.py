@@ -1,0 +1,86 @@
+"""From timed ops to the tables of a profile, without measuring anything."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+from hybridattn import cli_calibrate
+from hybridattn.cli_calibrate import AXES, Timed, samples_of, thinned
+from hybridattn.core.op import CPU, D2H, GPU, H2D
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import measured_machine
+from hybridattn.cost.profile import measured_profile
+from hybridattn.cost.stages_cost import ModelCost
+
+COST = ModelCost(shape("smollm2-135m"), "fp32")
+LAYERS = COST.shape.num_layers
+
+
+def took(lane, work):
+    """A made-up machine: linear in what matters."""
+    if work.kind == "linear":
+        return 100_000 + 10_000 * work.rows
+    if work.kind == "head":
+        return 300_000 + 5_000 * work.rows
+    if work.kind == "decode_attention":
+        return (20_000 if lane == GPU else 9_000) + 30 * work.kv_tokens
+    return 1_000 + work.num_bytes // 10 if work.kind == "copy" else 50_000 + int(work.flops / 1e5)
+
+
+def a_pass(rows, context):
+    """The ops of one pass of blocking offload with ``rows`` rows on each tier."""
+    both, keys = 2 * rows, rows * context
+    first = Timed(GPU, -1, COST.first(both), 100_000 + 10_000 * both + 7_000)
+    middle = COST.linear(both)
+    last = COST.last(both, both)
+    ops = [first, Timed(GPU, LAYERS - 1, last, took(GPU, middle) + took(GPU, COST.head(both)))]
+    for layer in range(LAYERS - 1):
+        ops.append(Timed(GPU, layer, middle, took(GPU, middle)))
+    for layer in range(LAYERS):
+        for lane, work in (
+            (GPU, COST.decode_attention(rows, keys)),
+            (CPU, COST.decode_attention(rows, keys)),
+            (D2H, COST.send(rows)),
+            (H2D, COST.fetch(rows)),
+        ):
+            ops.append(Timed(lane, layer, work, took(lane, work)))
+    return ops
+
+
+def profile():
+    timed = [op for rows in (1, 4, 16) for context in (64, 256, 512) for op in a_pass(rows, context)]
+    for chunk in (32, 128):
+        timed += [Timed(GPU, 0, COST.prefill_attention(chunk, chunk), took(GPU, COST.prefill_attention(chunk, chunk)))]
+    random.Random(0).shuffle(timed)
+    return measured_profile("here", "f", COST.shape.name, "fp32", thinned(samples_of(timed)), AXES, {})
+
+
+def test_the_tables_give_back_the_machine_that_was_measured():
+    pricing = measured_machine(profile(), COST.shape.name, "fp32", "f")
+    costs = Costs(COST, pricing)
+    assert costs.linear_ns(20) == 100_000 + 10_000 * 20  # between the points
+    assert costs.last_ns(8) == took(GPU, COST.linear(8)) + took(GPU, COST.head(8))
+    assert costs.cpu_ns(4, 4 * 160) == 9_000 + 30 * 4 * 160
+    assert costs.attention_ns(16, 16 * 512) == 20_000 + 30 * 16 * 512
+    assert abs(costs.down_ns(8) - (1_000 + COST.send(8).num_bytes // 10)) <= 1
+
+
+def test_each_point_is_one_sample_the_median_of_its_measurements():
+    work = COST.linear(4)
+    found = thinned(samples_of([Timed(GPU, 0, work, t) for t in (5, 1, 9)]))
+    assert [(s.kind, s.rows, s.took_ns) for s in found] == [("linear", 4, 5)]
+
+
+def test_held_out_errors_of_a_linear_machine_are_small():
+    errors = profile().held_out_error
+    assert errors["gpu.compute/linear"] < 0.01 and errors["cpu.attention/decode_attention"] < 0.01
+
+
+def test_the_subcommand_is_there_with_its_defaults():
+    parser = argparse.ArgumentParser()
+    cli_calibrate.add_parser(parser.add_subparsers())
+    given = parser.parse_args(["calibrate", "--check"])
+    assert given.check and given.command is cli_calibrate.run_calibrate
+    assert given.profile.name == "this-machine.json"
