@@ -227,18 +227,26 @@ llm.close()
 """
 
 
+def test_E20_booked_bytes_are_within_5_percent_of_what_the_process_grows_by(run_python):
+    done = run_python(GROWTH, "bf16", "4000")
+    assert done.returncode == 0, done.stderr
+    grown, booked = map(int, done.stdout.split())
+    assert abs(grown - booked) <= 0.05 * booked + 2**20
+
+
 @pytest.mark.parametrize(
     "dtype",
     [
+        "fp32",
         "bf16",
         pytest.param("int8", marks=pytest.mark.xfail(reason="the booking of int8 pages leaves out their scales")),
     ],
 )
-def test_E20_booked_bytes_are_within_5_percent_of_what_the_process_grows_by(run_python, dtype):
-    done = run_python(GROWTH, dtype, "4000")
-    assert done.returncode == 0, done.stderr
-    grown, booked = map(int, done.stdout.split())
-    assert abs(grown - booked) <= 0.05 * booked + 2**20
+def test_E20_pages_are_booked_with_all_that_they_hold(open_tiny, dtype):
+    with open_tiny(kv_dtype=dtype, cpu_kv_blocks=0) as without, open_tiny(kv_dtype=dtype, cpu_kv_blocks=81) as llm:
+        used = [m.device.memory("cpu").total - m.device.memory("cpu").free for m in (without, llm)]
+        pages = llm.stages.tier.cpu_pages
+        assert used[1] - used[0] == pages.nbytes * 80 // 81  # a tier of 0 pages has one that is never used
 
 
 @pytest.mark.parametrize("tier", ["gpu", "cpu"])

@@ -85,15 +85,6 @@ def test_errors_name_the_request_and_quote_nothing(real_model):
     assert "of request r" in str(failed.value)
 
 
-def test_the_json_of_the_command_line_has_text_only_in_its_text_and_ids(real_model, capsys):
-    from hybridattn import cli
-
-    assert cli.main(["generate", SECRET, "--max-tokens", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    del found["text"], found["token_ids"]
-    assert not leaks(json.dumps(found))
-
-
 def test_nothing_is_fetched(run_python):
     code = """
 import socket

@@ -100,6 +100,7 @@ except KeyboardInterrupt:
     assert time.perf_counter() - began < 40  # far below what closing would have waited
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_command_line_is_no_traceback(real_model):
     argv = [
         sys.executable,
