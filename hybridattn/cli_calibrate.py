@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for s in samples:
         groups.setdefault((s.lane, s.kind, s.rows, s.kv_tokens, s.flops, s.num_bytes), []).append(s)
-    return [Sample(*key, round(statistics.median(s.took_ns for s in members))) for key, members in groups.items()]
+    return [replace(g[0], took_ns=round(statistics.median(s.took_ns for s in g))) for g in groups.values()]
 
 
 def driver_costs(bench: Bench) -> dict[str, Quantity]:

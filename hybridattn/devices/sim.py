@@ -33,6 +33,7 @@ class SimTicket:
 
     __slots__ = ("_device", "end_ns", "lane_free_ns", "op", "ready_ns", "start_ns")
 
+    lane_free_ns: int  # cpu.attention only: end of the op before it
     error: BaseException | None = None  # a priced op runs nothing: it cannot fail and has no result
     result: Any = None
 
