@@ -1,4 +1,4 @@
-"""The command line: ``hybridattn generate | doctor | plan``."""
+"""The command line: ``hybridattn generate | doctor | plan | calibrate``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridattn import cli_plan, doctor
+from hybridattn import cli_calibrate, cli_plan, doctor
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.runtime.call import Output
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="as one JSON object")
     check.set_defaults(command=run_doctor)
     cli_plan.add_parser(commands)
+    cli_calibrate.add_parser(commands)
     return parser
 
 
