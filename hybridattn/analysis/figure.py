@@ -25,6 +25,7 @@ STYLES = {
     "async_overlap": ("#009e73", "D"), "cpu_only": ("#cc79a7", "v"), "fixed_fraction": ("#b8a800", "P"),
     "adaptive": ("#d55e00", "*"), "auto": ("#0072b2", "X"),
 }  # fmt: skip
+CROSSES = (("x", "#8b0000"), ("+", "#4b0082"), ("1", "#005f5f"))  # published points
 TITLE_WIDTH = 92
 OTHERS = ("#666666", "#8c564b", "#17becf", "#7f3c8d", "#11a579", "#3969ac")
 
@@ -91,9 +92,11 @@ def _draw_panel(axes: Axes, panel: Panel, question: Question, found: Crossing | 
         bars = {"yerr": spread, "capsize": 3} if repeated else {}
         look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
         axes.errorbar(xs, ys, label=series.name, **look, **bars)
+    crosses = list(CROSSES)
     for line in lines:
-        style = {"linestyle": "none", "marker": "x"} if line.published else {"linestyle": "--"}
-        axes.plot(line.x, line.y, color="#8b0000", linewidth=1.4, label=line.label, **style)
+        marker, colour = crosses.pop(0) if line.published and crosses else ("x", "#8b0000")
+        style = {"linestyle": "none", "marker": marker} if line.published else {"linestyle": "--"}
+        axes.plot(line.x, line.y, color=colour, linewidth=1.4, markersize=8, label=line.label, **style)
     if found is not None and found.value is not None:
         axes.axvline(found.value, color="#444444", linestyle=":", linewidth=1.2)
         if found.low is not None and found.high is not None:

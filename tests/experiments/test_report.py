@@ -68,8 +68,9 @@ def test_a_browser_shows_the_report_dark_on_light_with_nothing_cut_off(tmp_path,
     folder = sweep(tmp_path, "settings.ratio=2,4,8,16", "policy=gpu_only,sync_offload,asymmetric,async_overlap")
     assert report([str(folder)]) == 0
     shot = tmp_path / "shot.png"
-    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},1800",
-            f"--screenshot={shot}", f"file://{folder.resolve()}/report.html"]  # fmt: skip
+    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--window-size={width},1800", f"--screenshot={shot}",
+            f"file://{folder.resolve()}/report.html"]  # fmt: skip
     subprocess.run(argv, check=True, capture_output=True, timeout=120)
     grey = imread(shot)[..., :3].mean(axis=2)
     assert grey.shape == (1800, width)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -133,6 +134,15 @@ def test_joblib_runs_points_in_other_processes_and_keeps_every_row(tmp_path):
     found = sorted(rows(tmp_path), key=lambda r: r["point"])
     assert [(r["launcher"], r["status"]) for r in found] == [("joblib", s) for s in ("ok", "ok", "failed", "ok")], done
     assert "launcher joblib (2 at a time)" in done[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is None, reason="hydra-ray-launcher is not installed")
+def test_ray_runs_points_on_a_local_cluster(tmp_path):
+    (tmp_path / "my_points.py").write_text(POINTS)
+    out, err = command(tmp_path, "launcher=ray", "+settings.divisor=1,2,0").communicate(timeout=300)
+    found = sorted(rows(tmp_path), key=lambda r: r["point"])
+    assert [(r["launcher"], r["status"]) for r in found] == [("ray", s) for s in ("ok", "ok", "failed")], out + err
 
 
 def command(tmp_path, *overrides):
