@@ -324,6 +324,7 @@ class SimDevice:
         if op.priority == WAITED and self._queued_skipped:
             not_before = max(self.clock_ns, ready)
             overtaken = [t for t in self._queued_skipped if t.start_ns > not_before]
+            self._queued_skipped = overtaken  # what stays before this op may not be moved past it by a later one
         free = overtaken[0].lane_free_ns if overtaken else self._free_ns[CPU]
         start = free if free > ready else ready
         price = self._price(op) if CPU not in self._partners else self._shared_price(op, CPU, start)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fake_cuda import FakeCuda
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import DeviceError, InputError, StallError
@@ -97,6 +97,7 @@ def test_every_op_appears_once_and_in_order(device):
         max_size=24,
     )
 )
+@example([(CPU, 1, [], False), (CPU, 0, [], True), (CPU, 1, [1], False), (CPU, 1, [], False)])  # overtook its own past
 @settings(max_examples=80, deadline=None)
 def test_any_graph_keeps_the_invariants_on_sim(graph):
     for execute in (False, True):
