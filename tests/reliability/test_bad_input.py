@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import warnings
@@ -26,7 +27,8 @@ from hybridattn.models.gguf_header import check_header
 from hybridattn.models.load import load
 from hybridattn.workload import traces
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # more of them: see docs/reliability.md
+FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -51,7 +53,7 @@ def damaged(draw, good: bytes):
 def bounded():
     """Nothing here may hang: the alarm ends a test that does."""
     before = signal.signal(signal.SIGALRM, lambda *args: pytest.fail("it hangs"))
-    signal.alarm(100)
+    signal.alarm(40 + EXAMPLES)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -238,7 +240,7 @@ FIELDS = {
 
 
 @given(kwargs=st.fixed_dictionaries({}, optional=FIELDS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES + 40, deadline=None)
 def test_sampling_params_of_any_kind_are_taken_or_refused(kwargs):
     own_error_or_fine(lambda: SamplingParams(**kwargs))
 
@@ -281,7 +283,7 @@ def test_a_model_of_another_kind_is_refused(model):
 
 
 @given(prompts=st.one_of(ANYTHING, st.lists(st.lists(st.integers(-5, 600) | st.floats() | st.none()), max_size=3)))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES + 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_prompts_of_any_kind_are_queued_whole_or_refused_whole(shared_tiny, prompts):
     llm = shared_tiny
     if own_error_or_fine(lambda: llm.start(prompts)):
@@ -330,7 +332,7 @@ ODD = st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**40), 1.5, float("nan"), floa
     heads=st.integers(-2, 9) | ODD,
     extra=st.dictionaries(st.sampled_from(EXTRA), ODD, max_size=2),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES + 90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_kernel_arguments_of_any_kind_run_or_are_refused(pages, table, lens, heads, extra):
     """The kernel package knows no error of ours: ValueError and TypeError, before any key is read."""
     try:
