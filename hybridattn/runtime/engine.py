@@ -224,8 +224,8 @@ class Engine:
             self.step()
 
     def _idle(self) -> None:
-        if self.executor.moving:
-            self.executor.settle()
+        if self.executor.moves:
+            self.executor.moves.wait()
         elif self._arrivals:
             self.device.sleep_until_ns(self._arrivals[0][0])
         elif self.scheduler.unfinished:

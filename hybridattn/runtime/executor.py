@@ -22,9 +22,11 @@ from hybridattn.core.errors import StallError
 from hybridattn.core.records import PassRecord
 from hybridattn.core.stages import GPU_TIER, Batch, Cohort, CpuRow, Sampled, Segment, Stages
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
+from hybridattn.runtime.fleet import Fleet, leaving_rows, request_of, ticket_of
 from hybridattn.runtime.forecast import Forecast
+from hybridattn.runtime.moves import Moves
 from hybridattn.runtime.request import Request, State
-from hybridattn.runtime.slots import SlotRanges
+from hybridattn.runtime.tally import Tally
 
 
 class Executor:
@@ -46,71 +48,50 @@ class Executor:
         self.stages = stages
         self.device = device
         self.policy = policy
-        self.cohorts: list[Cohort] = []
         self.passes: list[PassRecord] = []  # since the engine last took them
         self.on_pass: Callable[[PassRecord], None] | None = self.passes.append
         self.pass_number = 0
         self.tokens = 0.0  # made so far; a CPU row that advanced one layer counts 1 / num_layers
         self.forecast = Forecast(policy.costs) if policy.forecasts and policy.costs is not None else None
-        self._slots = SlotRanges(max_rows)
+        self.moves = Moves(device, op_timeout_ns)
+        self._fleet = Fleet(max_rows)
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
         self._on_release = on_release
         self._any_leaving = any_leaving
         self._ahead: deque[Ticket] = deque()
         self._sampling: list[tuple[Ticket, tuple[Segment, ...], tuple[Cohort, ...]]] = []
-        self._standing: dict[int, list[Cohort]] = {}  # cohorts by the layer at which they stand
-        self._keys: dict[int, int] = {}  # cohort number -> keys of its rows
         self._last_down: Ticket | None = None  # newest op of gpu.d2h: the lane is in order
-        self._moving: list[tuple[Ticket, Callable[[], None]]] = []
-        self._number = 0
-        self._tally = Tally()
+        self._tally = Tally(0)
         self._batch_keys = self._batch_tokens = 0
         self._takes_detours = type(policy).detour is not Policy.detour
         self._stretch = getattr(device, "stretch", None) if getattr(device, "resolves", False) else None
 
-    # -- passes ------------------------------------------------------------------------------------------------------
+    @property
+    def cohorts(self) -> list[Cohort]:
+        """Those in flight."""
+        return self._fleet.cohorts
 
-    def move(
-        self, request: Request, source: str, blocks: Sequence[int], tokens: int, done: Callable[[], None]
-    ) -> None:
+    def move(self, request: Request, source: str, blocks: Sequence[int], tokens: int, done: Callable[[], None]) -> None:
         """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to the blocks that it has now;
         ``done`` is called at the end of the first pass after which it has arrived."""
         after = () if self._last_down is None else (self._last_down,)
         ticket = self.device.submit(self.stages.move(request, source, blocks, tokens), after)  # type: ignore[attr-defined]
         if source == GPU_TIER:
             self._last_down = ticket
-        self._moving.append((ticket, done))
+        self.moves.add(ticket, done)
 
-    @property
-    def moving(self) -> bool:
-        """K,V of some request is on its way between the tiers."""
-        return bool(self._moving)
-
-    def settle(self) -> None:
-        """Report the moves that are through; with nothing else under way, wait for the first."""
-        if self._moving and not self.cohorts:
-            self.device.wait_any([t for t, _ in self._moving], self._timeout_ns)
-        self._arrive()
-
-    def _arrive(self) -> None:
-        for entry in tuple(self._moving):
-            ticket, done = entry
-            if ticket.done():
-                ticket.wait(0)  # raises its error
-                self._moving.remove(entry)
-                done()
+    # -- passes ------------------------------------------------------------------------------------------------------
 
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
-        started_ns = self.device.now_ns()
-        self._tally = Tally()
+        self._tally = Tally(self.device.now_ns())
         if view is not None:
             self.policy.begin(view)
         self._batch_keys = 0 if batch is None else sum([s.start + 1 for s in batch.segments if not s.prefill])
         self._batch_tokens = 0 if batch is None else batch.num_tokens
         launched = self._launch(idle, batch) if idle else []
-        cohorts, cpu_rows = len(self.cohorts), sum(len(c.rows) for c in self.cohorts)
+        self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum(len(c.rows) for c in self.cohorts)
         if batch is not None:
             self.stages.begin(batch)
         if batch is not None or launched:
@@ -120,16 +101,15 @@ class Executor:
         else:
             self._round()
         sampled = self._collect()
-        self._record(started_ns, batch, cohorts, cpu_rows)
-        self.pass_number += 1
-        if self._moving:
-            self._arrive()
+        self._end_pass(batch)
+        if self.moves:
+            self.moves.arrive()
         return sampled
 
     @property
     def can_repeat(self) -> bool:
         """Whole passes can be priced as one step: a device that resolves times, launches hidden, nobody in flight."""
-        idle = not self.cohorts and not self._moving
+        idle = not self.cohorts and not self.moves
         return self._stretch is not None and idle and not self.device.submit_ns  # type: ignore[attr-defined]
 
     def repeat(self, batch: Batch, passes: int, until_ns: int | None) -> list[int]:
@@ -138,12 +118,10 @@ class Executor:
         times_ns: list[int] = []
         rows = len(batch.segments)
         for step in range(passes):
-            started_ns = self.device.now_ns()
+            self._tally = Tally(self.device.now_ns())
             self.device.pass_alone(*self.stages.alone(batch, step))  # type: ignore[attr-defined]
-            self._tally = Tally()
             self.tokens += rows
-            self._record(started_ns, batch, 0, 0)
-            self.pass_number += 1
+            self._end_pass(batch)
             times_ns.append(self.device.now_ns())
             if until_ns is not None and times_ns[-1] >= until_ns:
                 break
@@ -151,7 +129,7 @@ class Executor:
 
     def _pass(self, batch: Batch, made: Ticket) -> None:
         """The main loop: G goes through all layers; cohorts join, are skipped, are waited for, or take a detour."""
-        submit, standing, last = self.device.submit, self._standing, self.stages.num_layers - 1
+        submit, standing, last = self.device.submit, self._fleet.standing, self.stages.num_layers - 1
         copies = batch.handed_down
         attended: Ticket | None = None
         layer = 0
@@ -177,7 +155,7 @@ class Executor:
     def _pass_alone(self, layer: int, batch: Batch) -> tuple[int, Ticket | None]:
         """Layers at which nobody stands and nothing is decided, as one priced step of a device that resolves times."""
         last = self.stages.num_layers - 1
-        count = min((at for at, here in self._standing.items() if here and at >= layer), default=last) - layer
+        count = self._fleet.next_layer(layer, last) - layer
         until_ns = None
         if self._takes_detours and self.cohorts:
             if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
@@ -193,7 +171,7 @@ class Executor:
         """No GPU rows: wait, bounded, for the earliest cohort, then give each ready one its linear stage."""
         if not self.cohorts:
             return
-        self.device.wait_any([_ticket(c) for c in self.cohorts], self._timeout_ns)
+        self.device.wait_any([ticket_of(c) for c in self.cohorts], self._timeout_ns)
         by_layer: dict[int, list[Cohort]] = {}
         for cohort in self.cohorts:
             if self._poll(cohort):
@@ -208,7 +186,7 @@ class Executor:
 
     def _poll(self, cohort: Cohort) -> bool:
         """Ask whether the cohort's attention has ended; raises its error, and StallError past the time-out."""
-        ticket = _ticket(cohort)
+        ticket = ticket_of(cohort)
         self._tally.polls_made += 1
         if ticket.done():
             if ticket.error is not None:
@@ -238,7 +216,7 @@ class Executor:
         If it is not ready yet, the poll is put off until the GPU has come to its attention of this layer (``made`` has
         ended): the driver then is less than a layer ahead, and the GPU still has that attention to do meanwhile.
         """
-        if not _ticket(cohort).done():
+        if not ticket_of(cohort).done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
         view, at = self._view(cohort, ready), self._where(layer, batch, self._batch_tokens)
@@ -253,7 +231,7 @@ class Executor:
         """Wait for the cohort within the policy's patience; False when that passed first."""
         self._tally.waits += 1
         patience_ns = self.policy.patience_ns(view, at)
-        ticket = _ticket(cohort)
+        ticket = ticket_of(cohort)
         if patience_ns is None or patience_ns >= self._timeout_ns:
             ticket.wait(self._timeout_ns)
         elif not ticket.done():
@@ -304,7 +282,7 @@ class Executor:
             ready,
             cohort.submitted_pass == self.pass_number,
             self.device.now_ns() - cohort.submitted_ns,
-            self._keys[cohort.number],
+            self._fleet.keys[cohort.number],
             self.forecast.return_ns(cohort) if self.forecast is not None else 0,
         )
 
@@ -328,7 +306,7 @@ class Executor:
         if not cohorts or layer < 0:
             fetched: tuple[Ticket, ...] = ()
         else:
-            fetched = tuple([submit(self.stages.fetch(c), (_ticket(c),)) for c in cohorts])
+            fetched = tuple([submit(self.stages.fetch(c), (ticket_of(c),)) for c in cohorts])
         ticket = submit(self.stages.linear(layer, batch, cohorts), fetched)
         last = layer == self.stages.num_layers - 1
         if last:
@@ -338,7 +316,7 @@ class Executor:
             if layer >= 0:
                 self._tally.layers_advanced += 1
                 self._tally.row_layers += len(cohort.rows)
-                self._standing[layer].remove(cohort)
+                self._fleet.depart(cohort)
             if last:
                 self.cohorts.remove(cohort)
             else:
@@ -349,31 +327,30 @@ class Executor:
         """q, k, v of the cohort go down and its attention of ``layer`` is queued behind the copy."""
         if self._bury(cohort):
             return
-        cohort.layer = layer
-        self._standing.setdefault(layer, []).append(cohort)
+        self._fleet.stand(cohort, layer)
         cohort.submitted_pass = self.pass_number
         cohort.submitted_ns = self.device.now_ns()
         self._last_down = down = self.device.submit(self.stages.send(cohort), (made,))
         priority = self.policy.priority_of(cohort.number)
         cohort.ticket = self.device.submit(self.stages.cpu_attention(cohort, priority), (down,))
         if self.forecast is not None:
-            self.forecast.sent(cohort, self._keys[cohort.number], cohort.submitted_ns)
+            self.forecast.sent(cohort, self._fleet.keys[cohort.number], cohort.submitted_ns)
 
     def _bury(self, cohort: Cohort) -> bool:
         """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
         if not self._any_leaving():
             return False
-        leaving = [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and _request(r).state is State.LEAVING]
+        leaving = leaving_rows(cohort)
         if not leaving:
             return False
         cohort.dead.update(leaving)
         for i in leaving:
-            self._on_release(_request(cohort.rows[i]))
+            self._on_release(request_of(cohort.rows[i]))
         if len(cohort.dead) == len(cohort.rows):
             self.cohorts.remove(cohort)
             self._close(cohort)
             return True
-        self._keys[cohort.number] = _live_keys(cohort)
+        self._fleet.count_keys(cohort)
         self.stages.replan(cohort)
         return False
 
@@ -400,17 +377,11 @@ class Executor:
         launched: list[Cohort] = []
         rest = list(idle)
         for size in sizes:
-            first, size = self._slots.take(min(size, len(rest)))
-            if size == 0:
+            cohort = self._fleet.launch(rest, size, self.pass_number)
+            if cohort is None:
                 break
-            cohort = Cohort(self._number, rest[:size], first, self.pass_number)
-            self._number += 1
-            rest = rest[size:]
-            for row in cohort.rows:
-                _request(row).in_flight = True
-            self._keys[cohort.number] = _live_keys(cohort)
+            rest = rest[len(cohort.rows) :]
             self.stages.launch(cohort)
-            self.cohorts.append(cohort)
             launched.append(cohort)
         return launched
 
@@ -424,7 +395,7 @@ class Executor:
             tuple([r.position + 1 for r in idle]),
             self._batch_keys,
             prefill,
-            self._number,
+            self._fleet.next_number,
             tuple([(c.number, len(c.rows)) for c in self.cohorts]),
         )
 
@@ -439,7 +410,7 @@ class Executor:
             owners: list[Request | None] = [s.request for s in segments]  # type: ignore[misc]
             self.tokens += len(owners)
             for cohort in cohorts:
-                owners += [None if i in cohort.dead else _request(r) for i, r in enumerate(cohort.rows)]
+                owners += [None if i in cohort.dead else request_of(r) for i, r in enumerate(cohort.rows)]
                 self._close(cohort)
             for i, owner in enumerate(owners):
                 if owner is not None and self._keeps(owner):
@@ -458,59 +429,12 @@ class Executor:
         return not left
 
     def _close(self, cohort: Cohort) -> None:
-        self._slots.give_back(cohort.first_slot, len(cohort.rows))
+        self._fleet.close(cohort)
         self.stages.finish(cohort)
-        del self._keys[cohort.number]
         if self.forecast is not None:
             self.forecast.forget(cohort)
 
-    def _record(self, started_ns: int, batch: Batch | None, cohorts: int, cpu_rows: int) -> None:
-        if self.on_pass is None:
-            return
-        t = self._tally
-        self.on_pass(
-            PassRecord(
-                index=self.pass_number,
-                start_ns=started_ns,
-                end_ns=self.device.now_ns(),
-                gpu_rows=len(batch.segments) if batch is not None else 0,
-                prefill_tokens=batch.prefill_tokens if batch is not None else 0,
-                cpu_rows=cpu_rows,
-                cohorts=cohorts,
-                layers_advanced=t.layers_advanced,
-                polls_made=t.polls_made,
-                polls_hit=t.polls_hit,
-                joins=t.joins,
-                skips=t.skips,
-                waits=t.waits,
-                detours=t.detours,
-            )
-        )
-
-
-class Tally:
-    """Counts of the pass under way."""
-
-    __slots__ = ("detours", "joins", "layers_advanced", "polls_hit", "polls_made", "row_layers", "skips", "waits")
-
-    def __init__(self) -> None:
-        self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = (
-            self.layers_advanced
-        ) = self.row_layers = 0
-
-
-def _ticket(cohort: Cohort) -> Ticket:
-    assert cohort.ticket is not None, "a cohort in flight always has a ticket"
-    return cohort.ticket
-
-
-def _request(row: CpuRow) -> Request:
-    assert isinstance(row.request, Request)
-    return row.request
-
-
-def _live_keys(cohort: Cohort) -> int:
-    """Keys that the rows still alive attend to."""
-    if not cohort.dead:
-        return sum([r.position + 1 for r in cohort.rows])
-    return sum(r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead)
+    def _end_pass(self, batch: Batch | None) -> None:
+        if self.on_pass is not None:
+            self.on_pass(self._tally.record(self.pass_number, self.device.now_ns(), batch))
+        self.pass_number += 1

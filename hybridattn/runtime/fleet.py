@@ -1,0 +1,81 @@
+"""The cohorts in flight: where each stands, which slots it holds, how many keys its rows attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridattn.core.device import Ticket
+from hybridattn.core.stages import Cohort, CpuRow
+from hybridattn.runtime.request import Request, State
+from hybridattn.runtime.slots import SlotRanges
+
+
+class Fleet:
+    """Cohorts by number and by layer.
+
+    A cohort is *launched* (it gets a number and slots), *stands* at a layer while its attention is in flight, *departs*
+    from it with its linear stage, and is *closed* when its tokens are known or all its rows died.
+    """
+
+    __slots__ = ("cohorts", "keys", "next_number", "slots", "standing")
+
+    def __init__(self, max_rows: int) -> None:
+        self.cohorts: list[Cohort] = []
+        self.standing: dict[int, list[Cohort]] = {}
+        self.keys: dict[int, int] = {}  # cohort number -> keys of its rows that are alive
+        self.slots = SlotRanges(max_rows)
+        self.next_number = 0
+
+    def launch(self, rows: list[CpuRow], size: int, pass_number: int) -> Cohort | None:
+        """A new cohort of the first ``size`` rows, or of fewer where slabs are fragmented; None: no slot is free."""
+        first, size = self.slots.take(min(size, len(rows)))
+        if size == 0:
+            return None
+        cohort = Cohort(self.next_number, rows[:size], first, pass_number)
+        self.next_number += 1
+        for row in cohort.rows:
+            request_of(row).in_flight = True
+        self.cohorts.append(cohort)
+        self.count_keys(cohort)
+        return cohort
+
+    def stand(self, cohort: Cohort, layer: int) -> None:
+        cohort.layer = layer
+        self.standing.setdefault(layer, []).append(cohort)
+
+    def depart(self, cohort: Cohort) -> None:
+        self.standing[cohort.layer].remove(cohort)
+
+    def close(self, cohort: Cohort) -> None:
+        """Give its slots back."""
+        self.slots.give_back(cohort.first_slot, len(cohort.rows))
+        del self.keys[cohort.number]
+
+    def count_keys(self, cohort: Cohort) -> None:
+        """Keys of the rows that are alive."""
+        dead = cohort.dead
+        if not dead:
+            self.keys[cohort.number] = sum([r.position + 1 for r in cohort.rows])
+        else:
+            self.keys[cohort.number] = sum(r.position + 1 for i, r in enumerate(cohort.rows) if i not in dead)
+
+    def next_layer(self, layer: int, last: int) -> int:
+        """The first layer from ``layer`` on at which some cohort stands, at most ``last``."""
+        return min((at for at, here in self.standing.items() if here and at >= layer), default=last)
+
+
+def leaving_rows(cohort: Cohort) -> list[int]:
+    """Rows whose request left since they were last counted as dead."""
+    rows: Iterable[tuple[int, CpuRow]] = enumerate(cohort.rows)
+    return [i for i, r in rows if i not in cohort.dead and request_of(r).state is State.LEAVING]
+
+
+def ticket_of(cohort: Cohort) -> Ticket:
+    """The ticket of its attention: a cohort in flight always has one."""
+    assert cohort.ticket is not None
+    return cohort.ticket
+
+
+def request_of(row: CpuRow) -> Request:
+    assert isinstance(row.request, Request)
+    return row.request
