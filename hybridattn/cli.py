@@ -68,7 +68,7 @@ def _add_engine(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--device", default="host", help="host or cuda (default %(default)s)")
     p.add_argument("--policy", default="async_overlap", help="gpu_only, sync_offload, async_overlap, or module:Class")
-    p.add_argument("--dtype", default="fp32", help="fp32 or bf16 (default %(default)s)")
+    p.add_argument("--dtype", default="fp32", help="fp32, bf16, or on cuda fp16 (default %(default)s)")
     p.add_argument("--kv-dtype", help="dtype of K and V, default as --dtype")
     p.add_argument("--cpu-fraction", type=float, metavar="F", help="force this share of requests onto the CPU tier")
     p.add_argument(

@@ -30,7 +30,7 @@ def call(capsys, *argv):
         (["x", "--device", "cuda"], "device 'cuda' cannot be used"),
         (["x", "--temperature", "-1"], "temperature must be between 0 and inf, got -1.0"),
         (["x", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["x", "--dtype", "int3"], "dtype must be fp32 or bf16, got 'int3'"),
+        (["x", "--dtype", "int3"], "dtype must be fp32 or bf16 on device 'host', got 'int3'"),
         (["x", "--cpu-fraction", "2"], "cpu_fraction must lie in 0..1, got 2.0"),
         (["x", "--page-size", "7"], "page_size must be one of 16, 32, 64, 128, got 7"),
         (["--prompts-file", "no/such/file"], "--prompts-file no/such/file cannot be read"),

@@ -12,7 +12,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import Checkpoint
 from hybridattn.models.config import DecoderConfig
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

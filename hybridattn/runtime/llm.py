@@ -34,7 +34,7 @@ class LLM:
     policy : str or Policy
         ``gpu_only``, ``sync_offload``, ``async_overlap``, or ``module:Class``.
     dtype : str
-        ``fp32`` or ``bf16``: weights, activations and, unless ``kv_dtype`` is given, K and V.
+        ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless ``kv_dtype`` is given, K and V.
     gpu_kv_blocks, cpu_kv_blocks : int
         Pages per tier, all layers included.
     cpu_fraction : float, optional
@@ -84,8 +84,9 @@ class LLM:
         if not isinstance(policy, str | Policy):
             raise InputError(f"policy must be a name or a Policy, got {policy!r}")
         self.policy = make_policy(policy, **options)
-        if dtype not in ("fp32", "bf16"):
-            raise InputError(f"dtype must be fp32 or bf16, got '{dtype}'")
+        dtypes = ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
+        if dtype not in dtypes:
+            raise InputError(f"dtype must be {' or '.join(dtypes)} on device '{device}', got '{dtype}'")
         op_timeout_ns = _nanoseconds("op_timeout_s", op_timeout_s)
         open_device = importlib.import_module("hybridattn.devices.registry").open_device
         self.device = open_device(device, record=record, **(device_options or {}))

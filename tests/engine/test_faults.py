@@ -108,7 +108,7 @@ def test_an_engine_that_needs_another_torch_thread_count_is_refused(tiny):
 
 
 def test_the_driver_computes_nothing_and_joins_no_thread(tiny, monkeypatch):
-    """All lane work runs on lane threads, attention of CPU rows in the native pool; the driver only decides and polls."""
+    """Lane work runs on lane threads, attention of CPU rows in the native pool; the driver decides and polls."""
     driver, ran_on, joins = threading.current_thread(), set(), []
     with open_tiny(tiny, policy="async_overlap") as llm:
         for name in ("_linear", "_last"):
@@ -191,7 +191,8 @@ def test_E16_max_tokens_is_cut_to_the_room_that_is_left(tiny, prompt, asked, got
         ({"policy": "nonsense"}, "policy 'nonsense' is unknown"),
         ({"device": "nonsense"}, "device 'nonsense' is unknown"),
         ({"device": "cuda"}, "device 'cuda' cannot be used: "),
-        ({"dtype": "fp8"}, "dtype must be fp32 or bf16, got 'fp8'"),
+        ({"dtype": "fp8"}, "dtype must be fp32 or bf16 on device 'host', got 'fp8'"),
+        ({"dtype": "fp16"}, "dtype must be fp32 or bf16 on device 'host', got 'fp16'"),
         ({"max_model_len": 10**9}, "max_model_len 1000000000 exceeds the"),
         (
             {"gpu_kv_blocks": 10**9},
