@@ -129,7 +129,7 @@ def test_weights_own_their_storage_and_report_its_size(tiny_model):
 def test_an_unsupported_weight_dtype_is_refused(tiny_model):
     _, folder = tiny_model("llama")
     with pytest.raises(InputError, match="dtype 'fp8' is not supported for weights; choose one of fp32, bf16, fp16"):
-        load_weights(folder, read_config(folder), "fp16")
+        load_weights(folder, read_config(folder), "fp8")
 
 
 def test_random_weights_depend_on_the_seed_alone(tiny_model):
