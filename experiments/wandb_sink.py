@@ -6,7 +6,7 @@ import argparse
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
@@ -15,14 +15,14 @@ from experiments.results import ResultFolder
 STATE = "wandb.json"
 
 
-def copy(folder: ResultFolder, project: str, mode: str, tags: Sequence[str]) -> int:
+def copy(folder: ResultFolder, project: str, mode: Literal["offline", "online"], tags: Sequence[str]) -> int:
     """One wandb run per sweep, grouped by experiment; returns how many rows were new.
 
     The run's id is drawn once per folder and kept in ``wandb.json``, so that two sweeps of one second never share one,
     and a resumed sweep adds its new rows to the same run.
     """
     file = folder.path / STATE
-    state = folder.read_json(STATE) if file.is_file() else {"id": uuid.uuid4().hex, "copied": {}}
+    state: dict[str, Any] = folder.read_json(STATE) if file.is_file() else {"id": uuid.uuid4().hex, "copied": {}}
     sweep = folder.read_json("sweep.json")
     new = [r for r in folder.rows() if state["copied"].get(r["point_id"]) != r["status"]]
     run = wandb.init(
@@ -42,7 +42,7 @@ def copy(folder: ResultFolder, project: str, mode: str, tags: Sequence[str]) -> 
         run.log({"point": row["point"], **_numbers(row)})
     rows = folder.rows()
     names = sorted({name for row in rows for name in row if name != "traceback"})
-    run.log({"rows": wandb.Table(columns=names, data=[[_cell(row.get(name)) for name in names] for row in rows])})
+    run.log({"rows": wandb.Table(columns=list(names), data=[[_cell(row.get(name)) for name in names] for row in rows])})
     _add_files(run, folder, sweep["name"])
     run.finish()
     state["copied"] |= {r["point_id"]: r["status"] for r in new}

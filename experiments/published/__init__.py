@@ -25,6 +25,8 @@ def published_lines(name: str, panel: Panel, question: Question) -> list[Line]:
     for row in csv.DictReader(text):
         if row["panel"] == panel.label:
             points.setdefault(row["series"], []).append((float(row["x"]), float(row["y"])))
-    return [
-        Line(label, *(tuple(v) for v in zip(*sorted(at), strict=True)), published=True) for label, at in points.items()
-    ]
+    lines = []
+    for label, at in points.items():
+        at.sort()
+        lines.append(Line(label, tuple(x for x, _ in at), tuple(y for _, y in at), published=True))
+    return lines

@@ -9,11 +9,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from hybridattn.analysis.crossing import Crossing
@@ -65,7 +67,7 @@ def draw_sweep(
         _draw_panel(axes, panel, question, (crossings or {}).get(panel.label), (lines or {}).get(panel.label, ()))
     for axes in spare[len(panels) :]:
         axes.set_visible(False)
-    handles: dict[str, object] = {}
+    handles: dict[str, Artist] = {}
     for axes in spare[: len(panels)]:
         handles |= {label: h for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(
@@ -89,13 +91,13 @@ def _draw_panel(axes: Axes, panel: Panel, question: Question, found: Crossing | 
         spread = [[y - min(series.samples[x]) * scale[x] for x, y in zip(xs, ys, strict=True)],
                   [max(series.samples[x]) * scale[x] - y for x, y in zip(xs, ys, strict=True)]]  # fmt: skip
         repeated = any(len(series.samples[x]) > 1 for x in xs)
-        bars = {"yerr": spread, "capsize": 3} if repeated else {}
-        look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
+        bars: dict[str, Any] = {"yerr": spread, "capsize": 3} if repeated else {}
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
         axes.errorbar(xs, ys, label=series.name, **look, **bars)
     crosses = list(CROSSES)
     for line in lines:
         marker, colour = crosses.pop(0) if line.published and crosses else ("x", "#8b0000")
-        style = {"linestyle": "none", "marker": marker} if line.published else {"linestyle": "--"}
+        style: dict[str, Any] = {"linestyle": "none", "marker": marker} if line.published else {"linestyle": "--"}
         axes.plot(line.x, line.y, color=colour, linewidth=1.4, markersize=8, label=line.label, **style)
     if found is not None and found.value is not None:
         axes.axvline(found.value, color="#444444", linestyle=":", linewidth=1.2)

@@ -35,7 +35,7 @@ SHRUNK = {
     ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
-ELSEWHERE = {"demo": "test_demo.py"}
+ELSEWHERE = {"demo": "test_demo.py", "validate": "test_validate.py"}
 
 
 def names(group):

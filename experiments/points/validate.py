@@ -1,0 +1,91 @@
+"""Our own error: steady decode on this machine against the simulator with this machine's profile.
+
+    measured     real stages, real lanes, the policy's own decisions, pass by pass
+    simulated    the same rows, policy and executor on `sim`, priced by what `hybridattn calibrate` wrote
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.build import policy_of
+from experiments.schema import App
+from experiments.settings import experiment
+from hybridattn.cli_calibrate import TIMEOUT_NS, Bench, costs_of, default_path
+from hybridattn.core.errors import InputError
+from hybridattn.core.stages import CPU_TIER, CpuRow
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.profile import Profile, load_profile
+from hybridattn.devices.fingerprint import fingerprint
+from hybridattn.devices.sim import SimDevice
+from hybridattn.policies.base import Policy
+from hybridattn.policies.load import Load
+from hybridattn.runtime.steady import SteadyRun
+
+
+@dataclass
+class ValidateSettings:
+    """``settings`` of ``validate``; an empty ``profile`` is where ``hybridattn calibrate`` writes."""
+
+    profile: str = ""
+    gpu_rows: int = 2
+    cpu_rows: int = 2
+    context: int = 256
+    warmup: int = 4
+    passes: int = 12
+
+
+@experiment(ValidateSettings)
+def point(app: App, settings: ValidateSettings) -> dict[str, Any]:
+    """One row: measured and simulated tokens per second, and the simulator's relative error."""
+    s, path = settings, Path(settings.profile) if settings.profile else default_path()
+    if app.device.name != "host":
+        raise InputError(f"validate measures on the device host, not on {app.device.name}")
+    if not path.is_file():
+        raise InputError(f"there is no profile of this machine at {path}: run `hybridattn calibrate` first")
+    profile = load_profile(path, "machine")
+    with Bench(app.model.load, app.model.dtype, max(s.gpu_rows, s.cpu_rows, 16)) as bench:
+        costs = costs_of(bench, profile, fingerprint())
+        policy = policy_of(app, costs)
+        cpu_rows = s.cpu_rows if CPU_TIER in policy.tiers else 0
+        measured = measure(bench, policy, s, cpu_rows)
+    simulated = simulate(costs, profile, policy_of(app, costs), s, cpu_rows)
+    return {
+        "kind": "measured",
+        "device": "host",
+        "profile": profile.fingerprint,
+        "decoding_cpu_rows": cpu_rows,
+        "measured_tokens_per_s": measured,
+        "simulated_tokens_per_s": simulated,
+        "simulated_over_measured": simulated / measured,
+    }
+
+
+def measure(bench: Bench, policy: Policy, s: ValidateSettings, cpu_rows: int) -> float:
+    """Tokens per second; a CPU row that advanced one layer counts 1 / L, as in the simulation."""
+    executor, batch = bench.executor(policy), bench.batch(s.gpu_rows, s.context)
+    requests = bench.rows(CPU_TIER, cpu_rows, s.context)
+    start_ns, tokens = 0, 0.0
+    for number in range(s.warmup + s.passes):
+        if number == s.warmup:
+            start_ns, tokens = bench.device.now_ns(), executor.tokens
+        executor.run(batch, tuple(CpuRow(r, s.context - 1) for r in requests if not r.in_flight))
+    took_ns = bench.device.now_ns() - start_ns
+    made = executor.tokens - tokens
+    bench.device.drain(TIMEOUT_NS)
+    return made / took_ns * 1e9
+
+
+def simulate(costs: Costs, profile: Profile, policy: Policy, s: ValidateSettings, cpu_rows: int) -> float:
+    """The same by the simulator, with the driver's measured costs."""
+    driver = {name: round(profile.value(quantity)) for name, quantity in (("submit_ns", "submit"), ("poll_ns", "poll"))}
+    run = SteadyRun(
+        costs,
+        costs.pricing,
+        policy,
+        Load(s.gpu_rows, cpu_rows, s.context),
+        lambda pricing: SimDevice(pricing, record=False, **driver),
+    )
+    return run.measure(s.warmup, s.passes).tokens_per_s
