@@ -17,7 +17,7 @@ from collections import deque
 
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, SKIPPED, WAITED
-from hybridattn.devices.lane import HostTicket, LaneWorker
+from hybridattn.devices.lane import HostTicket, LaneWorker, inherited
 
 
 class CpuLane:
@@ -53,9 +53,9 @@ class CpuLane:
             return True
         if not all(t.done() for t in ticket.after):
             return False
-        failed = next((t.error for t in ticket.after if t.error is not None), None)
+        failed = next((t for t in ticket.after if t.error is not None), None)
         if failed is not None:
-            ticket.end(error=failed)
+            ticket.end(error=inherited(failed))
             return True
         if self._closure is not None and not self._closure.done():
             return False  # keeps the two kinds in order; the worker pumps when it is through

@@ -16,6 +16,20 @@ from hybridattn.core.op import NativeJob, Op
 _SLICE_S = 0.05  # how often a waiting lane looks whether its device was closed
 
 
+class Inherited(DeviceError):
+    """The error of an op behind a failed one; the message names the op that failed."""
+
+
+def inherited(failed: Ticket) -> DeviceError:
+    """What the ops behind ``failed`` end with: always the first cause, however long the chain."""
+    error = failed.error
+    if isinstance(error, Inherited):
+        return error
+    made = Inherited(f"{failed.op.describe()} failed: {error}")
+    made.__cause__ = error
+    return made
+
+
 class HostTicket:
     """Ended when its event is set or, once it became a native job, when that job has ended."""
 
@@ -146,7 +160,7 @@ class LaneWorker:
                 ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
                 return
             if earlier.error is not None:
-                ticket.end(error=earlier.error)
+                ticket.end(error=inherited(earlier))
                 return
         if self._closing.is_set():
             ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))

@@ -124,7 +124,7 @@ def test_a_failed_attention_of_gpu_rows_surfaces(open_tiny, monkeypatch):
                 boom()
 
         monkeypatch.setattr(HostRows, "attend", faulty)
-        with pytest.raises(DeviceError, match="'attention' on lane gpu.compute"):
+        with pytest.raises(DeviceError, match="'attention' on lane gpu.compute .* failed: no such number"):
             llm.generate(TOKENS)
 
 
@@ -135,7 +135,7 @@ def test_a_failed_hand_down_surfaces(open_tiny, monkeypatch):
         monkeypatch.setattr(
             HostTier, "hand_down", lambda tier, layer, *rest: boom if layer == 1 else hand_down(tier, layer, *rest)
         )
-        with pytest.raises(DeviceError, match="no such number"):
+        with pytest.raises(DeviceError, match="'hand down k,v' on lane gpu.d2h .* failed: no such number"):
             llm.generate(TOKENS)
 
 
@@ -239,6 +239,23 @@ def test_copies_that_are_late_at_random_change_no_token(open_tiny):
             for name in ("send", "fetch"):
                 setattr(exchange, name, late(getattr(exchange, name), coin))
             assert [o.token_ids for o in llm.generate(TOKENS, params)] == want
+
+
+def test_an_op_behind_a_failed_one_names_the_one_that_failed():
+    """Through any number of ops and lanes."""
+    device = HostDevice(gpu_memory_bytes=1 << 20)
+    try:
+        work, chain = Work("other", 0, 0, 1), []
+        first = device.submit(Op("first", GPU, work, boom, requests=("r3",)))
+        for name, lane in (("down", D2H), ("attend", CPU), ("again", CPU)):
+            chain.append(device.submit(Op(name, lane, work, lambda: 1), (chain[-1] if chain else first,)))
+        for ticket in chain:
+            with pytest.raises(DeviceError) as caught:
+                ticket.wait(10 * SECOND)
+            cause = "op 'first' on lane gpu.compute of request r3 failed: no such number"
+            assert str(caught.value) == f"{ticket.op.describe()} failed: {cause}"
+    finally:
+        device.close()
 
 
 def test_a_stall_without_anything_in_flight_names_the_request(rig):
