@@ -50,26 +50,31 @@ def tensor_cores(dtype: torch.dtype, capability: Capability) -> bool:
     return dtype is not torch.float32 and (capability.bf16 or capability.interpreter)
 
 
+def group_blocks(dtype: torch.dtype, quantised: bool, capability: Capability) -> tuple[int, ...]:
+    """Rows a decode program may have for the query heads of a kv head; larger groups take several programs.
+
+    Tensor cores take 16 rows at least; multiply-adds pay for padding. Widening int8 codes beside 32 rows would spill.
+    """
+    if not tensor_cores(dtype, capability):
+        return (4, 16)
+    return (16,) if quantised else (16, 32)
+
+
 def decode_config(
     dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability
 ) -> Config:
-    """``bodies.decode.attend_split``.
-
-    For tensor cores the group is padded to 16 rows, their least, or to blocks of 32; keys per tile x head_dim are such
-    that K and V tiles times the stages fit 99 KiB. Multiply-adds pay for padding, so a small group is padded to 4.
-    """
-    block_d = block_of(head_dim)
-    if tensor_cores(dtype, capability):
-        block_g = 16 if group <= 16 else 32
-        block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
-        warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
-        if quantised:  # widening the codes takes registers: fewer keys, or more threads, share a tile
-            block_n = 32 if block_g == 32 or block_d <= 32 else block_n
-            warps, stages = 4 if block_d <= 32 else 8, 2
-    else:
-        block_g = 4 if group <= 4 else 16
+    """``bodies.decode.attend_split``. K and V tiles times the stages fit the 99 KiB of 8.6 and 8.9."""
+    block_d, blocks = block_of(head_dim), group_blocks(dtype, quantised, capability)
+    block_g = next((block for block in blocks if group <= block), blocks[-1])
+    if not tensor_cores(dtype, capability):
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
+    elif quantised:  # widening the codes takes registers: fewer keys, or more threads, share a tile
+        block_n = 64 if block_d in (64, 128) else 32
+        warps, stages = 4 if block_d <= 32 else 8, 2
+    else:
+        block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
+        warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
     constants = {
         "QUANTISED": quantised,
         "EXTRAS": extras,

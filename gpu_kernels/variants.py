@@ -106,7 +106,7 @@ def _flavours() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int]]:
 
 def _decode(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
-        for group in (16, 32) if configs.tensor_cores(dtype, capability) else (4, 16):
+        for group in configs.group_blocks(dtype, store is _I8, capability):
             config = configs.decode_config(dtype, store is _I8, extras, group, dim, capability)
             for out in dict.fromkeys((dtype, _F32)):
                 types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", out))
