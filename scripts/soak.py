@@ -35,7 +35,7 @@ from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.params import SamplingParams
 from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens, Request
+from hybridattn.runtime.request import DeclaredTokens, Request, State
 
 PAGE, MAX_WAITING = 16, 40
 GROWTH_MIB = 8.0  # allowed between the first quarter and the end, allocator noise included
@@ -73,15 +73,16 @@ class Tally:
 
 
 def check(engine: Engine, tally: Tally) -> None:
-    """The invariants of a step."""
+    """The invariants of a step. A move between the tiers holds blocks of its own until it is through."""
     scheduler = engine.scheduler
     require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
     require(len(scheduler.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
     for tier, pool in scheduler.pools.items():
         held = [b for r in scheduler.running if r.tier == tier for b in r.blocks]
         require(len(held) == len(set(held)), f"a block of the {tier} tier is held twice")
-        if not engine.executor.moving:
+        if not any(r.state in (State.MOVING, State.LEAVING) for r in scheduler.running):
             require(len(held) + pool.num_free == pool.num_blocks, f"blocks of the {tier} tier are lost")
+        require(len(held) + pool.num_free <= pool.num_blocks, f"there are too many blocks of the {tier} tier")
     require(all(not r.blocks for r in scheduler.waiting), "a waiting request holds blocks")
 
 
