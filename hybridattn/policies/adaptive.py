@@ -116,8 +116,9 @@ class Adaptive(Policy):
     def _situation(self, view: PassView, rows: int) -> Load:
         keys = view.gpu_keys + view.cpu_keys
         context = max(1, keys // max(1, view.gpu_rows + view.cpu_rows))
-        per_token = self._prompt_tokens / view.tokens if view.tokens > 4 * (view.gpu_rows + rows) else 0.0
-        return Load(view.gpu_rows, rows, context, round(per_token, 1))
+        known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few passes say little
+        per_token = self._prompt_tokens / view.tokens if known else 0.0
+        return Load(view.gpu_rows, rows, context, round(2 * per_token) / 2)
 
     def _plan(self, load: Load, view: PassView) -> None:
         self.plans += 1
