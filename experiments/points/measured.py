@@ -63,6 +63,7 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
         page_size=PAGE,
         backend=_backend(app.device.backend),
         max_num_seqs=max(64, total),
+        op_timeout_s=300.0,  # beside other work a layer may take long; what stalls still ends
     ) as llm:
         vocabulary = llm.model.config.shape.vocab_size
         prompts = [

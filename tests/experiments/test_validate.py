@@ -18,7 +18,7 @@ def profile(tmp_path_factory):
     """The profile of this machine from as few points as its tables can be made of."""
     with Bench(most_rows=8) as bench:
         samples = []
-        for rows, context in ((2, 64), (8, 64), (2, 128), (8, 128)):
+        for rows, context in ((1, 64), (4, 64), (1, 128), (4, 128)):
             samples += samples_of(bench.passes(rows, rows, context, 1))
         for chunk in (32, 64):
             samples += samples_of(bench.prompts(chunk, 1))
@@ -28,6 +28,7 @@ def profile(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_simulator_is_held_against_this_machine(tmp_path, profile):
     assert main(["+experiment=validate", f"results_root={tmp_path}", f"settings.profile={profile}", *SHRUNK]) == 0
     folder = tmp_path / "validate" / "latest"
