@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-slow lint clean
+.PHONY: install demo test test-slow lint ipex clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ test: install lint
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# An environment of its own (torch 2.8, 6.8 GB): conformance and benchmark of the ipex back end.
+ipex:
+	bash scripts/ipex.sh
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
