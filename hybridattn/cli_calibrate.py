@@ -195,7 +195,7 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
         show(f"{i}/{len(steps) + len(CHUNKS)} a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
     fingerprint = importlib.import_module("hybridattn.devices.fingerprint").fingerprint()
-    build = {name: importlib.import_module(name).__version__ for name in ("torch", "numba", "llvmlite")}
+    build = {name: importlib.import_module(name).__version__ for name in ("torch", "llvmlite")}
     return measured_profile(
         "this-machine", fingerprint, bench.shape.name, bench.dtype, thinned(samples), AXES, build, driver_costs(bench)
     )

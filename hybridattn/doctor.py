@@ -16,7 +16,7 @@ from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.registry import why_no_cuda
 from hybridattn.runtime.provenance import git_commit
 
-PACKAGES = ("hybridattn", "torch", "triton", "llvmlite", "numba", "numpy", "transformers", "hydra-core", "wandb")
+PACKAGES = ("hybridattn", "torch", "triton", "llvmlite", "numpy", "transformers", "hydra-core", "wandb")
 
 
 def examine() -> dict[str, Any]:
