@@ -61,6 +61,7 @@ class Executor:
         self._any_leaving = any_leaving
         self._ahead: deque[Ticket] = deque()
         self._sampling: list[tuple[Ticket, tuple[Segment, ...], tuple[Cohort, ...]]] = []
+        self._copies: deque[Ticket] = deque()  # hand-downs not known to have ended
         self._last_down: Ticket | None = None  # newest op of gpu.d2h: the lane is in order
         self._tally = Tally(0)
         self._batch_keys = self._batch_tokens = 0
@@ -139,14 +140,14 @@ class Executor:
                 if ticket is not None:
                     layer, made = layer + passed, ticket
                     continue
-            pulled: tuple[Ticket, ...] = ()
+            before = (made,)  # each op names the one before it, so that a failure ends the pass
             if copies:
                 self._hand_down(layer, batch, made)
-                pulled = self._pull(layer, batch, attended)
-            attended = submit(self.stages.attention(layer, batch), pulled)
+                before += self._pull(layer, batch, attended)
+            attended = submit(self.stages.attention(layer, batch), before)
             here = standing.get(layer)
             joined = self._join(here, layer, batch, made) if here else []
-            made = self._submit_linear(layer, batch, joined)
+            made = self._submit_linear(layer, batch, joined, attended)
             if self._takes_detours and self.cohorts:
                 self._detours(layer, batch, attended, self._batch_tokens + sum([len(c.rows) for c in joined]))
             self._bound_run_ahead(made)
@@ -300,14 +301,15 @@ class Executor:
 
     # -- submitting --------------------------------------------------------------------------------------------------
 
-    def _submit_linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Ticket:
+    def _submit_linear(
+        self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort], attended: Ticket | None = None
+    ) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
         submit = self.device.submit
-        if not cohorts or layer < 0:
-            fetched: tuple[Ticket, ...] = ()
-        else:
-            fetched = tuple([submit(self.stages.fetch(c), (ticket_of(c),)) for c in cohorts])
-        ticket = submit(self.stages.linear(layer, batch, cohorts), fetched)
+        after = () if attended is None else (attended,)
+        if cohorts and layer >= 0:
+            after += tuple([submit(self.stages.fetch(c), (ticket_of(c),)) for c in cohorts])
+        ticket = submit(self.stages.linear(layer, batch, cohorts), after)
         last = layer == self.stages.num_layers - 1
         if last:
             sampling = tuple(s for s in batch.segments if s.samples) if batch is not None else ()
@@ -357,6 +359,7 @@ class Executor:
     def _hand_down(self, layer: int, batch: Batch, made: Ticket) -> None:
         for segment in batch.handed_down:
             self._last_down = self.device.submit(self.stages.hand_down(layer, segment), (made,))
+            self._copies.append(self._last_down)
 
     def _pull(self, layer: int, batch: Batch, attended: Ticket | None) -> tuple[Ticket, ...]:
         """Earlier K,V of a chunked CPU-tier prefill, once the layer before has done with the staging area."""
@@ -399,10 +402,17 @@ class Executor:
             tuple([(c.number, len(c.rows)) for c in self.cohorts]),
         )
 
+    def _check_copies(self) -> None:
+        """Raise the error of a hand-down that failed. A token that would read it comes later: its own copy goes down
+        behind this one, and has ended when the token is handed out."""
+        while self._copies and self._copies[0].done():
+            self._copies.popleft().wait(0)
+
     def _collect(self) -> list[Sampled]:
         """Wait for the pass to end; hand out the tokens of its rows, in the order in which they were sampled."""
         while self._ahead:
             self._ahead.popleft().wait(self._timeout_ns)
+        self._check_copies()
         sampled: list[Sampled] = []
         for ticket, segments, cohorts in self._sampling:
             tokens = ticket.wait(self._timeout_ns)

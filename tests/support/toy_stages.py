@@ -193,7 +193,9 @@ class ToyStages:
         def run() -> None:
             self.staging = self.cpu.read(layer, blocks, segment.start)
 
-        return Op("pull", H2D, Work("copy", 0, 0, segment.start), run, layer=layer)
+        return Op(
+            "pull", H2D, Work("copy", 0, 0, segment.start), run, layer=layer, requests=(segment.request.request_id,)
+        )
 
     def hand_down(self, layer: int, segment: Segment) -> Op:
         kv, rows, index = self.kv, self.rows, self.batch.segments.index(segment)
@@ -205,7 +207,14 @@ class ToyStages:
                 if i == index:
                     self.cpu.values[layer][self.cpu.slot(blocks, p)] = value
 
-        return Op("hand_down", D2H, Work("copy", 0, 0, segment.num_tokens), run, layer=layer)
+        return Op(
+            "hand_down",
+            D2H,
+            Work("copy", 0, 0, segment.num_tokens),
+            run,
+            layer=layer,
+            requests=(segment.request.request_id,),
+        )
 
     def _cohort_op(self, name: str, lane: str, kind: str, cohort: Cohort, run) -> Op:
         work = Work(kind, 0, 0, len(cohort.rows))
