@@ -21,6 +21,7 @@ from hybridattn.core.trace import Trace
 from hybridattn.metrics.report import RunMetrics, run_metrics
 from hybridattn.policies.registry import make_policy
 from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.predict import by_simulation
 from hybridattn.runtime.provenance import git_commit
 from hybridattn.runtime.replay import Replay, Served
 from hybridattn.workload.item import Workload
@@ -33,7 +34,8 @@ def replay(
     workload: Workload, setting: Setting, config: EngineConfig, policy: str, show: bool = True
 ) -> tuple[Served, RunMetrics]:
     """Serve ``workload`` under ``policy``; its metrics, and how many requests were served or refused."""
-    engine = setting.engine(make_policy(policy, costs=setting.costs), config)
+    chosen = make_policy(policy, costs=setting.costs, predict=by_simulation())
+    engine = setting.engine(chosen, config)
     with Progress(disable=not show, transient=True) as progress:
         task = progress.add_task("replay", total=len(workload))
         seen = [0]

@@ -31,7 +31,7 @@ Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 WINDOW = 48  # passes over which the guard measures
 SHORT = 0.95  # of the predicted rate: below it the guard steps in
 PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
-SETTLE_PASSES = 8  # after a plan, before what was learnt about the CPU leads to the next
+SETTLE_PASSES = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
 FINALISTS = 5
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
@@ -104,12 +104,12 @@ class Adaptive(Policy):
         rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
         if rows and self._next is None:
             load = self._situation(view, rows)
+            learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
             settled = view.number - self._planned_at >= SETTLE_PASSES
-            learnt = settled and abs(view.cpu_factor / self._factor - 1) > 0.08
-            if self._load is None or not load.like(self._load):
+            if self._load is None or (settled and not load.like(self._load)):
                 self._discount.clear()
                 self._plan(load, view)
-            elif learnt or (self.guard and self._falls_short(view)):
+            elif (settled and learnt) or (self.guard and self._falls_short(view)):
                 self._plan(load, view)
         self._inner.begin(view)
 
@@ -118,7 +118,7 @@ class Adaptive(Policy):
         context = max(1, keys // max(1, view.gpu_rows + view.cpu_rows))
         known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few passes say little
         per_token = self._prompt_tokens / view.tokens if known else 0.0
-        return Load(view.gpu_rows, rows, context, round(2 * per_token) / 2)
+        return Load(_coarse(view.gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
 
     def _plan(self, load: Load, view: PassView) -> None:
         self.plans += 1
@@ -234,6 +234,12 @@ class Adaptive(Policy):
         chosen = self._inner.detour(cohorts, at)
         self.quiet_until_ns = self._inner.quiet_until_ns
         return chosen
+
+
+def _coarse(count: int) -> int:
+    """``count`` to about 3 %: loads that hardly differ are planned for once."""
+    step = 1 << max(0, count.bit_length() - 5)
+    return round(count / step) * step
 
 
 class Auto(Adaptive):

@@ -131,6 +131,8 @@ def test_the_best_prediction_wins_and_plans_are_kept_while_the_load_is_alike():
     policy.begin(passing(1, cpu_rows=100))
     assert len(asked) == count
     policy.begin(passing(2, cpu_rows=200))
+    assert policy.plans == 1  # not so soon
+    policy.begin(passing(SETTLE_PASSES, cpu_rows=200))
     assert policy.plans == 2
 
 
@@ -175,10 +177,10 @@ def test_a_cpu_that_turns_out_slower_is_planned_for_anew():
 def test_a_plan_may_take_its_time():
     policy, _ = planner({"rule": Guess(150.0)}, plan_passes=5)
     policy.begin(passing())
-    policy.begin(passing(1, cpu_rows=200))
+    policy.begin(passing(8, cpu_rows=200))
     first = policy.expected
-    assert policy._next[0] == 6
-    policy.begin(passing(6, cpu_rows=200))
+    assert policy._next[0] == 13
+    policy.begin(passing(13, cpu_rows=200))
     assert policy._next is None and policy.expected == first
 
 
