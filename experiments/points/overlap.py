@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, pricing_of, sim_device
+from experiments.build import cost_of, pricing_of, sim_device, with_exposed
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
@@ -37,9 +37,9 @@ class OverlapSettings:
 def point(app: App, settings: OverlapSettings) -> dict[str, Any]:
     """One row: time of the layer, tokens per second of such layers, and how much of the CPU's time is hidden."""
     s, cost = settings, cost_of(app)
-    pricing = pricing_of(app)
-    device = sim_device(app, pricing, record=True)
     on_cpu = round(s.rows * s.fraction)
+    pricing = with_exposed(pricing_of(app), round(app.device.exposed_us * 1e3) if on_cpu else 0)
+    device = sim_device(app, pricing, record=True)
     on_gpu = s.rows - on_cpu
     before = device.submit(Op("linear", GPU, cost.linear(s.rows)))
     gpu = before

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, workload_of
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, with_exposed, workload_of
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.sim.machines import TIMEOUT_NS
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RunRecords
+from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.cost.costs import Costs
 from hybridattn.metrics.report import run_metrics
@@ -79,8 +80,9 @@ def point(app: App, settings: ServeSettings) -> dict[str, Any]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         op_timeout_ns=TIMEOUT_NS,
     )
-    device = sim_device(app, pricing)
     policy = policy_of(app, Costs(cost, pricing))
+    exposed_ns = round(app.device.exposed_us * 1e3) if CPU_TIER in policy.tiers else 0
+    device = sim_device(app, with_exposed(pricing, exposed_ns))
     engine = Engine(PricedStages(cost.shape, cost.dtype), device, policy, config)
     served = Replay(engine, workload).run()
     if not served.requests:
