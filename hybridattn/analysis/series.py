@@ -120,11 +120,13 @@ def origin_of(rows: Iterable[Row]) -> Origin:
 
 
 def panels_of(rows: Iterable[Row], question: Question) -> list[Panel]:
-    """Panels in order of appearance; empty when no row answers the question."""
+    """Panels in order of appearance; empty when no row answers the question. Each kind gets panels of its own."""
     groups: dict[str, list[Row]] = {}
-    for row in good(rows):
-        if row.get(question.x) is not None and row.get(question.y) is not None:
-            groups.setdefault(_label(row, question.panels), []).append(row)
+    answers = [r for r in good(rows) if r.get(question.x) is not None and r.get(question.y) is not None]
+    mixed = len({r.get("kind") for r in answers}) > 1
+    columns = ("kind", *question.panels) if mixed else question.panels
+    for row in answers:
+        groups.setdefault(_label(row, columns), []).append(row)
     return [Panel(label, _series(mine, question), origin_of(mine), tuple(mine)) for label, mine in groups.items()]
 
 

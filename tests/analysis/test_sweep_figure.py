@@ -35,10 +35,11 @@ def test_failed_rows_and_rows_without_the_value_are_left_out():
     assert panels_of([*rows(), *bad], ASKED)[0].series[0].samples[1] == (10,)
 
 
-def test_simulated_and_measured_rows_share_no_figure():
+def test_simulated_and_measured_rows_share_no_panel():
     mixed = [*rows(), {**rows()[0], "kind": "measured"}]
+    assert [p.label for p in panels_of(mixed, ASKED)] == ["simulated, T4", "simulated, A10", "measured, T4"]
     with pytest.raises(InputError, match="simulated and measured cannot share"):
-        panels_of(mixed, ASKED)
+        origin_of(mixed)
     assert origin_of([]).kinds == ()
 
 
