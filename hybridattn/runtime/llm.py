@@ -34,7 +34,8 @@ class LLM:
     policy : str or Policy
         ``gpu_only``, ``sync_offload``, ``async_overlap``, or ``module:Class``.
     dtype : str
-        ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless ``kv_dtype`` is given, K and V.
+        ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless
+        ``kv_dtype`` is given, K and V.
     gpu_kv_blocks, cpu_kv_blocks : int
         Pages per tier, all layers included.
     cpu_fraction : float, optional
