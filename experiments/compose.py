@@ -77,6 +77,14 @@ class Composer:
 
     def sweep(self, overrides: Sequence[str], check: Callable[[DictConfig], None] = lambda config: None) -> Composed:
         """The master configuration and all points; every value of every axis has been composed once and ``check``ed."""
+        try:
+            return self._sweep(overrides, check)
+        except InputError:
+            raise
+        except Exception as error:  # hydra and omegaconf answer some wrong kinds with Python's own errors
+            raise InputError(f"{' '.join(overrides)} cannot be composed: {sentence(error)}") from error
+
+    def _sweep(self, overrides: Sequence[str], check: Callable[[DictConfig], None]) -> Composed:
         parsed = self._parse(overrides)
         swept = [o for o in parsed if o.is_sweep_override()]
         for o in swept:

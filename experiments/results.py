@@ -40,9 +40,11 @@ class ResultFolder:
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         file = os.open(self.rows_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, line)
+            written = os.write(file, line)
         finally:
             os.close(file)
+        if written < len(line):  # as a full disk does; the reader leaves the cut line out
+            raise OSError(f"only {written} of {len(line)} bytes of a row could be written to {self.rows_file}")
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, the last one of each ``point_id``; a line cut off by a kill is left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cpu_kernels import KVPages
+from cpu_kernels.layout import Layout
 from hybridattn.core.device import Device
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import TIERS
@@ -28,7 +29,8 @@ def open_pages(
     pages = {}
     for tier in TIERS:
         count = max(1, num_blocks[tier])
-        need = shape.kv_bytes_per_token(dtype) * count * page_size
+        layout = Layout(dtype, shape.head_dim, page_size)  # int8 pages hold their scales too
+        need = layout.head_bytes * shape.num_kv_heads * shape.num_layers * count
         device.reserve(tier, need, f"a KV pool of {num_blocks[tier]} blocks of {page_size} tokens")
         pages[tier] = KVPages(count, shape.num_kv_heads, shape.head_dim, page_size, dtype, num_layers=shape.num_layers)
     return pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
@@ -87,6 +87,10 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """Lists become tuples and a bare stop string a tuple of one, so that the object stays hashable."""
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Iterable):
+                raise InputError(f"{name} must be a list, got {value!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

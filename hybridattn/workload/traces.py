@@ -76,7 +76,7 @@ def read_mooncake(path: str | Path, *, keep_empty: bool = False) -> Workload:
         try:
             data = json.loads(line)
             fields = data["timestamp"], data["input_length"], data["output_length"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{where}: needs timestamp, input_length and output_length as JSON, got {line[:80]!r}"
             ) from error
@@ -110,7 +110,7 @@ def read_sharegpt(
     path = Path(path)
     try:
         data = json.loads(_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(data, list):
         raise InputError(f"{path.name}: a list of conversations is needed, got a {type(data).__name__}")
@@ -162,7 +162,10 @@ def _workload(path: Path, rows: list[Row], keep_empty: bool, dropped: dict[str, 
 def _text(path: Path) -> str:
     if not path.is_file():
         raise InputError(f"trace file {path} does not exist")
-    return path.read_text(encoding="utf-8-sig")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"trace file {path} is not UTF-8 text: {error}") from error
 
 
 def _csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:

@@ -239,7 +239,7 @@ def test_E20_booked_bytes_are_within_5_percent_of_what_the_process_grows_by(run_
     [
         "fp32",
         "bf16",
-        pytest.param("int8", marks=pytest.mark.xfail(reason="the booking of int8 pages leaves out their scales")),
+        "int8",
     ],
 )
 def test_E20_pages_are_booked_with_all_that_they_hold(open_tiny, dtype):
