@@ -36,7 +36,6 @@ class LLM:
     dtype : str
         ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless
         ``kv_dtype`` is given, K and V.
-        ``kv_dtype`` is given, K and V.
     gpu_kv_blocks, cpu_kv_blocks : int
         Pages per tier, all layers included.
     cpu_fraction : float, optional
