@@ -26,7 +26,7 @@ def why_absent(name: str) -> str:
     """Say why a back end cannot be used in this environment; empty when it can."""
     if name not in REGISTRY:
         return f"backend {name!r} is unknown; known: {', '.join(REGISTRY)}"
-    lacking = [package for package in _NEEDS[name] if find_spec(package) is None]
+    lacking = [package for package in _NEEDS.get(name, ()) if find_spec(package) is None]
     if not lacking:
         return ""
     hint = " (it needs torch 2.8 and an environment of its own: `make ipex`)" if name == "ipex" else ""

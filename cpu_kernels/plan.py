@@ -14,6 +14,8 @@ from cpu_kernels.pages import KVPages
 
 DEFAULT_SPLIT_TOKENS = 2048
 
+MAX_GROUP = 128  # a kernel is unrolled over its group: larger ones would take minutes to compile
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeInputs:
@@ -226,7 +228,12 @@ def plan_decode(
 def _check_heads(num_q_heads: int, num_kv_heads: int) -> int:
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads {num_q_heads} is not a positive multiple of num_kv_heads {num_kv_heads}")
-    return num_q_heads // num_kv_heads
+    group = num_q_heads // num_kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(
+            f"num_q_heads {num_q_heads} over num_kv_heads {num_kv_heads} is a group of {group}, at most {MAX_GROUP}"
+        )
+    return group
 
 
 def _check_table(pages: KVPages, table: np.ndarray, lens: np.ndarray) -> None:

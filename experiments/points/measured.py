@@ -37,7 +37,6 @@ def _backend(name: str) -> str:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"device.backend '{name}' is neither a module nor one of {', '.join(backends.REGISTRY)}")
         backends.REGISTRY[name] = name
-        backends._NEEDS[name] = ()
     return name
 
 

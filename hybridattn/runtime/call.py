@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
+from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord
 from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
 from hybridattn.runtime.engine import Engine
@@ -91,29 +91,13 @@ class Call:
                 for request in self._requests:
                     request.events.clear()
                 if not waiting:
-                    self._step()
+                    self._engine.step()
                 for index, event in waiting:
                     self._texts[index].append(event.text)
                     left -= event.finish_reason is not None
                     yield Piece(index, event.text, event.token_id, event.finish_reason)
         finally:
             self._abort()
-
-    def _step(self) -> None:
-        """A step that was cut short (Ctrl-C, no memory for a plan) leaves ops without an owner: the engine ends there.
-
-        The error of a lane is the engine's own business; whatever else comes out of a step breaks it here.
-        """
-        try:
-            self._engine.step()
-        except HybridAttnError:
-            raise
-        except BaseException as error:
-            broken = DeviceError(f"a pass was cut short by {type(error).__name__}: {error}".removesuffix(": "))
-            self._engine._fail(broken)
-            if isinstance(error, Exception):
-                raise broken from error
-            raise
 
     def _abort(self) -> None:
         for request in self._requests:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridattn.core.device import Device, Span
-from hybridattn.core.errors import HybridAttnError, InputError, StallError
+from hybridattn.core.errors import DeviceError, HybridAttnError, InputError, StallError
 from hybridattn.core.records import PassRecord, RequestRecord, RunRecords
 from hybridattn.core.stages import CPU_TIER, Batch, Sampled, Stages
 from hybridattn.policies.base import PassView, Policy
@@ -154,6 +154,12 @@ class Engine:
             return self._step()
         except HybridAttnError as error:
             self._fail(error)
+            raise
+        except BaseException as error:  # Ctrl-C, no memory for a plan: ops are in flight that nobody owns any more
+            cut = DeviceError(f"a pass was cut short by {type(error).__name__}: {error}".removesuffix(": "))
+            self._fail(cut)
+            if isinstance(error, Exception):
+                raise cut from error
             raise
 
     def _step(self) -> list[Event]:

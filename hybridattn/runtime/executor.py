@@ -140,7 +140,7 @@ class Executor:
                 if ticket is not None:
                     layer, made = layer + passed, ticket
                     continue
-            before = (made,)  # each op names the one before it, so that a failure ends the pass
+            before: tuple[Ticket, ...] = (made,)  # each op names the one before it, so that a failure ends the pass
             if copies:
                 self._hand_down(layer, batch, made)
                 before += self._pull(layer, batch, attended)
@@ -306,7 +306,7 @@ class Executor:
     ) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
         submit = self.device.submit
-        after = () if attended is None else (attended,)
+        after: tuple[Ticket, ...] = () if attended is None else (attended,)
         if cohorts and layer >= 0:
             after += tuple([submit(self.stages.fetch(c), (ticket_of(c),)) for c in cohorts])
         ticket = submit(self.stages.linear(layer, batch, cohorts), after)

@@ -97,3 +97,9 @@ def test_kv_bytes_counts_what_a_run_reads(problem: Any) -> None:
     p = problem([20, 0, 100])
     assert p.plan().kv_bytes == 120 * 2 * 64 * 2 * 2
     assert p.plan(window_left=9).kv_bytes == 20 * 2 * 64 * 2 * 2
+
+
+def test_a_group_that_would_compile_for_minutes_is_refused():
+    pages = ck.KVPages(2, 1, 64, dtype="fp32")
+    with pytest.raises(ValueError, match="num_q_heads 129 over num_kv_heads 1 is a group of 129, at most 128"):
+        ck.plan_decode(pages, [[0]], [3], 129)

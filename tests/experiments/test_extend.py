@@ -64,8 +64,7 @@ def test_an_outside_policy_and_back_end_run_on_host(mine):
     assert run(mine, "+experiment=ratio_host", *small) == 0
     [row] = rows(mine, "ratio_host")
     assert (row["kind"], row["device"], row["cpu_rows"], row["completed"]) == ("measured", "host", 2, 4)
-    for registry in (backends.REGISTRY, backends._NEEDS):
-        registry.pop("plain")
+    backends.REGISTRY.pop("plain")
 
 
 def test_an_outside_workload_is_served(mine):
@@ -76,7 +75,6 @@ def test_an_outside_workload_is_served(mine):
 
 def test_the_outside_back_end_agrees_with_the_oracle(mine, monkeypatch):
     monkeypatch.setitem(backends.REGISTRY, "plain", "plain")
-    monkeypatch.setitem(backends._NEEDS, "plain", ())
     rng, lens, heads, dim = np.random.default_rng(0), [5, 37, 0], 4, 32
     pages = KVPages(8, 2, dim, page_size=16, dtype="fp32")
     table = np.array([[3, -1, -1], [1, 6, 2], [-1, -1, -1]], np.int32)
