@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import importlib.util
 from typing import Any
 
@@ -30,7 +31,12 @@ def open_device(name: str, **options: Any) -> Any:
     if name == "cuda" and (reason := why_no_cuda()) is not None:
         raise InputError(f"device 'cuda' cannot be used: {reason}")
     module, _, cls = DEVICES[name].partition(":")
-    return getattr(importlib.import_module(module), cls)(**options)
+    kind = getattr(importlib.import_module(module), cls)
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise InputError(f"device '{name}' has no option '{option}'; it has {', '.join(known)}")
+    return kind(**options)
 
 
 def why_no_cuda() -> str | None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from cpu_kernels import plan_decode
+from cpu_kernels import backends, plan_decode
 from hybridattn.core.device import Device
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.stages import Batch, Cohort, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
@@ -57,6 +58,8 @@ class TorchStages:
     def __init__(
         self, model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, backend: str = "native"
     ) -> None:
+        if reason := backends.why_absent(backend):
+            raise InputError(reason)
         shape = model.config.shape
         self.num_layers = shape.num_layers
         self.config = config

@@ -159,7 +159,7 @@ class Policy:
     costs: Costs | None = None
 
     def __init__(self, cpu_fraction: float | None = None) -> None:
-        if cpu_fraction is not None and not 0.0 <= cpu_fraction <= 1.0:
+        if cpu_fraction is not None and not (isinstance(cpu_fraction, int | float) and 0.0 <= cpu_fraction <= 1.0):
             raise InputError(f"cpu_fraction must lie in 0..1, got {cpu_fraction}")
         if cpu_fraction and CPU_TIER not in self.tiers:
             raise InputError(
