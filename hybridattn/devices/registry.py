@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import importlib.util
+import inspect
 from typing import Any
 
 from hybridattn.core.errors import InputError
