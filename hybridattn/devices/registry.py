@@ -13,7 +13,7 @@ DEVICES = {
     "host": "hybridattn.devices.host:HostDevice",
     "cuda": "hybridattn.devices.cuda:CudaDevice",
 }
-PRICED = ("sim",)  # compute nothing: used by experiments with PricedStages, not to generate text
+PRICED = ("sim", "emulated")  # compute nothing: used by experiments with PricedStages, not to generate text
 
 
 def open_device(name: str, **options: Any) -> Any:

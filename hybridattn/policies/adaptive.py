@@ -71,7 +71,8 @@ class Adaptive(Policy):
         super().__init__()
         if costs is None or predict is None:
             raise InputError(
-                f"policy '{self.name}' needs costs and predict: a cost model and a way to try layouts on it"
+                f"policy '{self.name}' needs costs and predict: a cost model and a way to try layouts on it, "
+                "which experiments take from a hardware profile and text generation does not have"
             )
         self.costs: Costs = costs
         self.predict = predict

@@ -253,7 +253,7 @@ def test_the_clock_of_the_simulator_is_virtual(device):
 
 
 def test_choosing_a_device_fails_loudly():
-    with pytest.raises(InputError, match="device 'tpu' is unknown; choose one of host, cuda, sim"):
+    with pytest.raises(InputError, match="device 'tpu' is unknown; choose one of host, cuda, sim, emulated"):
         open_device("tpu")
     with pytest.raises(InputError, match="device 'sim' computes no text"):
         open_device("sim")
