@@ -225,7 +225,7 @@ class Scheduler:
 
     def returned(self, request: Request) -> None:
         """A CPU row got its token and goes on: it waits for the next launch."""
-        at = bisect_left(self._idle, request.index, key=_arrival)
+        at = bisect_left(self._idle, _arrival(request), key=_arrival)
         if at == len(self._idle) or self._idle[at] is not request:
             self._idle.insert(at, request)
 
@@ -333,12 +333,12 @@ class Scheduler:
         return TierView(pool.num_free, pool.num_blocks)
 
 
-def _arrival(request: Request) -> int:
-    return request.index
+def _arrival(request: Request) -> tuple[int, int]:
+    return request.arrival_ns, request.index
 
 
 def _discard(queue: list[Request], request: Request) -> None:
     """Take ``request`` out of a queue in order of arrival, if it is there."""
-    at = bisect_left(queue, request.index, key=_arrival)
+    at = bisect_left(queue, _arrival(request), key=_arrival)
     if at < len(queue) and queue[at] is request:
         del queue[at]

@@ -82,7 +82,8 @@ class Rig:
         assert all(not r.blocks for r in s.waiting)
         assert len({id(r) for r in s.running + s.waiting}) == s.unfinished
         assert len(s.running) <= engine.config.max_num_seqs
-        assert [r.index for r in s.waiting] == sorted(r.index for r in s.waiting)
+        order = [(r.arrival_ns, r.index) for r in s.waiting]
+        assert order == sorted(order)
 
     @classmethod
     def finish(cls, engine: Engine, between: Callable[[int], None] = lambda step: None, limit: int = 6000) -> None:
