@@ -69,9 +69,9 @@ def decode_config(
     if not tensor_cores(dtype, capability):
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
-    elif quantised:  # widening the codes takes registers: fewer keys, or more threads, share a tile
-        block_n = 64 if block_d in (64, 128) else 32
-        warps, stages = 4 if block_d <= 32 else 8, 2
+    elif quantised:  # widening the codes takes registers, so more threads share a tile
+        block_n = 64 if block_d <= 128 else 32
+        warps, stages = 8, 2
     else:
         block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
         warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
