@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 # Before torch is imported, here and in subprocesses: two threads of one small product wait for each other, which costs
 # milliseconds each time when another process is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A run in the background of a script begins with Ctrl-C ignored, and so would every process that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
