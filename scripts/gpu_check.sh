@@ -11,7 +11,7 @@
 #   d kernels.json      the CPU kernels as a share of this processor's read bandwidth
 #   f tokens.json       equal token ids under every policy, fp32
 #   g trace.json        two iterations, for Perfetto
-# --dry-run goes the same way on the host device with tiny sizes. Needs python3 with torch, triton, numba, transformers.
+# --dry-run goes the same way on the host device with tiny sizes. Needs python3 with torch, triton, llvmlite (numba brings it) and transformers.
 set -u
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
