@@ -13,7 +13,8 @@ from typing import Any
 from experiments.build import policy_of
 from experiments.schema import App
 from experiments.settings import experiment
-from hybridattn.cli_calibrate import TIMEOUT_NS, Bench, costs_of, default_path
+from hybridattn.calibration.bench import TIMEOUT_NS, Bench
+from hybridattn.calibration.measure import costs_of, default_path
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, CpuRow
 from hybridattn.cost.costs import Costs

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.sim.output import parser, publish
-from hybridattn.cli_calibrate import Bench, costs_of, default_path
+from hybridattn.calibration.bench import Bench
+from hybridattn.calibration.measure import costs_of, default_path
 from hybridattn.core.stages import CPU_TIER, CpuRow
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.profile import Profile, load_profile

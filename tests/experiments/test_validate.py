@@ -5,7 +5,9 @@ import json
 import pytest
 
 from experiments.run import main
-from hybridattn.cli_calibrate import AXES, Bench, driver_costs, samples_of, thinned
+from hybridattn.calibration.bench import Bench
+from hybridattn.calibration.measure import driver_costs
+from hybridattn.calibration.samples import AXES, samples_of, thinned
 from hybridattn.cost.profile import measured_profile, save_profile
 from hybridattn.devices.fingerprint import fingerprint
 

@@ -98,6 +98,12 @@ def test_the_command_of_the_readme_in_a_process_of_its_own():
     assert done.stdout.startswith(" Paris.")
 
 
+def test_the_command_line_loads_torch_only_when_a_command_needs_it():
+    code = "import sys, hybridattn.cli; hybridattn.cli.main(['plan', '--check']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_closed_pipe_is_no_traceback():
     argv = [sys.executable, "-m", "hybridattn.cli", "doctor"]
     read, write = os.pipe()

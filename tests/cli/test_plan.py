@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hybridattn.cli_plan import BESIDE, add_parser, run, textbook_check
+from hybridattn.cli.plan import BESIDE, add_parser, run, textbook_check
 from hybridattn.core.errors import InputError
 from hybridattn.cost.profile import load_profile, shipped_names
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 
-from hybridattn import cli_calibrate
-from hybridattn.cli_calibrate import AXES, Timed, samples_of, thinned
+from hybridattn.calibration.samples import AXES, Timed, samples_of, thinned
 from hybridattn.core.op import CPU, D2H, GPU, H2D
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
@@ -76,11 +74,3 @@ def test_each_point_is_one_sample_the_median_of_its_measurements():
 def test_held_out_errors_of_a_linear_machine_are_small():
     errors = profile().held_out_error
     assert errors["gpu.compute/linear"] < 0.01 and errors["cpu.attention/decode_attention"] < 0.01
-
-
-def test_the_subcommand_is_there_with_its_defaults():
-    parser = argparse.ArgumentParser()
-    cli_calibrate.add_parser(parser.add_subparsers())
-    given = parser.parse_args(["calibrate", "--check"])
-    assert given.check and given.command is cli_calibrate.run_calibrate
-    assert given.profile.name == "this-machine.json"

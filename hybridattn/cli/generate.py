@@ -1,58 +1,26 @@
-"""The command line: ``hybridattn generate | doctor | plan | calibrate``."""
+"""``hybridattn generate``: answer prompts with a real model, as a stream of text or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridattn import cli_calibrate, cli_plan, doctor
 from hybridattn.core.chrome import write_chrome
-from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.errors import InputError
 from hybridattn.runtime.call import Output
 from hybridattn.runtime.llm import LLM
 from hybridattn.runtime.params import SamplingParams
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 when it worked, 2 for input that cannot be used, 1 when something failed, 130 on Ctrl-C."""
-    args = _parser().parse_args(argv)
-    try:
-        return args.command(args)
-    except InputError as error:
-        print(f"hybridattn: {error}", file=sys.stderr)
-        return 2
-    except HybridAttnError as error:
-        print(f"hybridattn: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
-        return 1
-    except OSError as error:  # a full disk, most likely: what was written before stays
-        print(f"hybridattn: reading or writing failed: {error}", file=sys.stderr)
-        return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridattn", description="Parallel CPU-GPU attention in LLM decode.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="answer prompts", description="Answer prompts with a real model.")
-    generate.set_defaults(command=run_generate)
-    _add_input(generate)
-    _add_engine(generate)
-    _add_sampling(generate)
-    check = commands.add_parser("doctor", help="what this machine has and what would be used")
-    check.add_argument("--json", action="store_true", help="as one JSON object")
-    check.set_defaults(command=run_doctor)
-    cli_plan.add_parser(commands)
-    cli_calibrate.add_parser(commands)
-    return parser
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an ``argparse`` subparsers object."""
+    p = commands.add_parser("generate", help="answer prompts", description="Answer prompts with a real model.")
+    p.set_defaults(command=run)
+    _add_input(p)
+    _add_engine(p)
+    _add_sampling(p)
 
 
 def _add_input(p: argparse.ArgumentParser) -> None:
@@ -104,13 +72,8 @@ def _add_sampling(p: argparse.ArgumentParser) -> None:
     p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
 
 
-def run_doctor(args: argparse.Namespace) -> int:
-    found = doctor.examine()
-    print(json.dumps(found, indent=2) if args.json else doctor.as_text(found))
-    return 0
-
-
-def run_generate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """The command; 0 when it worked."""
     prompts = list(args.prompts) + (_read_prompts(args.prompts_file) if args.prompts_file else [])
     if not prompts:
         raise InputError("no prompt was given: name one or more, or a --prompts-file")
@@ -207,7 +170,3 @@ def _as_dict(output: Output, llm: LLM) -> dict[str, Any]:
         "device": llm.device.name,
         "metrics": output.metrics,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The bench: real stages on the `host` device, with chosen numbers of rows and keys.
+
+A real model runs real passes: no prompts are read, the pages hold zeros, which take as long to attend to as anything
+else. Every op says what work it was (the same works that the simulator prices), so each becomes a sample of the
+profile's tables.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from hybridattn.calibration.samples import Timed
+from hybridattn.core.op import Op
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
+from hybridattn.policies.base import Policy
+from hybridattn.policies.fixed import SyncOffload
+from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.executor import Executor
+from hybridattn.runtime.params import SamplingParams
+from hybridattn.runtime.request import Request, State
+
+ROWS, CONTEXTS, CHUNKS = (1, 2, 4, 8, 16), (64, 256, 512), (32, 128, 256)
+WARM = 1
+PAGE, MODEL, DTYPE = 32, "smollm2-135m", "fp32"
+TIMEOUT_NS = 60_000_000_000
+
+
+class Bench:
+    """Real stages on the host device, driven by the executor with rows of a stated number of keys."""
+
+    def __init__(self, model: str = MODEL, dtype: str = DTYPE, most_rows: int = 2 * max(ROWS)) -> None:
+        self.device = importlib.import_module("hybridattn.devices.host").HostDevice(record=False)
+        loaded = importlib.import_module("hybridattn.models.load").load(model, dtype=dtype)
+        blocks = most_rows * (max(CONTEXTS) // PAGE + 1)
+        self.config = EngineConfig(
+            blocks, blocks, PAGE, max_model_len=1024, max_num_seqs=2 * most_rows, max_num_batched_tokens=1024
+        )
+        stages = importlib.import_module("hybridattn.models.torch_stages").TorchStages
+        self.stages = stages(loaded, self.device, self.config, dtype, "native")
+        self.shape, self.dtype = loaded.config.shape, dtype
+        self._submit = self.device.submit
+        self._seen: list[tuple[Op, Any]] = []
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.device.close()
+
+    def executor(self, policy: Policy) -> Executor:
+        return Executor(
+            self.stages, self.device, policy, max_rows=self.config.max_num_seqs, run_ahead=1, op_timeout_ns=TIMEOUT_NS,
+            on_release=lambda request: None, any_leaving=lambda: False,
+        )  # fmt: skip
+
+    def rows(self, tier: str, count: int, context: int) -> list[Request]:
+        """Requests that attend to ``context`` keys each, with pages of their own."""
+        pages = -(-context // PAGE)
+        made = []
+        for i in range(count):
+            request = Request(f"{tier}{i}", i, [1] * context, 1 << 20, SamplingParams(max_tokens=1 << 20), 0)
+            request.tier, request.state = tier, State.DECODE
+            request.blocks = list(range(i * pages, (i + 1) * pages))
+            made.append(request)
+        return made
+
+    def batch(self, count: int, context: int) -> Batch | None:
+        rows = self.rows(GPU_TIER, count, context)
+        segments = tuple(Segment(r, GPU_TIER, context - 1, 1, samples=True, prefill=False) for r in rows)
+        return Batch(segments) if segments else None
+
+    def passes(self, gpu_rows: int, cpu_rows: int, context: int, count: int) -> list[Timed]:
+        """The ops of ``count`` passes of blocking offload, after a warm-up."""
+        batch = self.batch(gpu_rows, context)
+        idle = tuple(CpuRow(r, context - 1) for r in self.rows(CPU_TIER, cpu_rows, context))
+        return self._timed(lambda executor: executor.run(batch, idle), count)
+
+    def prompts(self, chunk: int, count: int) -> list[Timed]:
+        """The ops of ``count`` passes that prefill a chunk of a prompt."""
+        (request,) = self.rows(GPU_TIER, 1, chunk)
+        batch = Batch((Segment(request, GPU_TIER, 0, chunk, samples=True, prefill=True),))
+        return self._timed(lambda executor: executor.run(batch, ()), count)
+
+    def _timed(self, run: Callable[[Executor], Any], count: int) -> list[Timed]:
+        executor = self.executor(SyncOffload())
+        for _ in range(WARM):
+            run(executor)
+        self._seen = []
+        self.device.submit = self._spy
+        try:
+            for _ in range(count):
+                run(executor)
+            self.device.drain(TIMEOUT_NS)
+        finally:
+            self.device.submit = self._submit
+        return [Timed(op.lane, op.layer, op.work, max(1, t.end_ns - t.start_ns)) for op, t in self._seen]
+
+    def _spy(self, op: Op, after: tuple[Any, ...] = ()) -> Any:
+        ticket = self._submit(op, after)
+        self._seen.append((op, ticket))
+        return ticket

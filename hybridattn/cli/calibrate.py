@@ -1,0 +1,46 @@
+"""``hybridattn calibrate``: measure this machine and write its profile; ``--check`` measures a few points again.
+
+A real model runs real passes on the `host` device with chosen numbers of rows and keys: no prompts are read, the pages
+hold zeros, which take as long to attend to as anything else. Every op says what work it was (the same works that the
+simulator prices), so each becomes a sample of the profile's tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hybridattn.calibration.bench import DTYPE, MODEL, Bench
+from hybridattn.calibration.measure import calibrate, check, default_path
+from hybridattn.cost.profile import load_profile, save_profile
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an ``argparse`` subparsers object."""
+    p = commands.add_parser("calibrate", help="measure this machine and write its profile", description=__doc__)
+    p.add_argument("--check", action="store_true", help="measure a few points again and print the error")
+    p.add_argument("--model", default=MODEL)
+    p.add_argument("--dtype", default=DTYPE, help="fp32 or bf16 (default %(default)s)")
+    p.add_argument("--profile", type=Path, default=default_path(), help="file (default %(default)s)")
+    p.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; 0 when it worked."""
+    started = time.perf_counter()
+    with Bench(args.model, args.dtype) as bench:
+        if args.check:
+            profile = load_profile(args.profile)
+            for name, measured, predicted in check(bench, profile, bench.device.profile):
+                error = predicted / measured - 1
+                print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})")
+            return 0
+        profile = calibrate(bench, lambda text: print(f"calibrate: {text}", file=sys.stderr))
+    save_profile(profile, args.profile)
+    for key, error in profile.held_out_error.items():
+        print(f"{key:34} held-out error {error:.0%}")
+    print(f"wrote {args.profile} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")
+    return 0
