@@ -74,7 +74,7 @@ def _add_sampling(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; 0 when it worked."""
-    prompts = list(args.prompts) + (_read_prompts(args.prompts_file) if args.prompts_file else [])
+    prompts = list(args.prompts) + (read_prompts(args.prompts_file) if args.prompts_file else [])
     if not prompts:
         raise InputError("no prompt was given: name one or more, or a --prompts-file")
     for i, prompt in enumerate(prompts):
@@ -121,7 +121,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
 
 
-def _read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path) -> list[str]:
     """Prompts of a JSONL file; InputError names the line that cannot be used."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 import cpu_kernels as ck
 from experiments.compose import configs
-from hybridattn import SamplingParams, cli
+from hybridattn import SamplingParams
+from hybridattn.cli import generate
 from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import Checkpoint
 from hybridattn.models.convert import converted
@@ -214,13 +215,13 @@ def test_a_trace_that_is_no_text_or_too_deep_is_refused(tmp_path, content):
 def test_a_damaged_file_of_prompts_is_refused_with_its_line_or_read(tmp_path, data):
     good = b'{"prompt": "abc"}\n\n{"prompt": "d\\u00e9"}\n'
     (tmp_path / "p").write_bytes(data.draw(damaged(good)))
-    own_error_or_fine(lambda: cli._read_prompts(tmp_path / "p"))
+    own_error_or_fine(lambda: generate.read_prompts(tmp_path / "p"))
 
 
 def test_a_file_of_prompts_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "p").write_bytes(b'{"prompt": "x"}\n' + b"[" * 100_000)
     with pytest.raises(InputError, match="line 2: not JSON"):
-        cli._read_prompts(tmp_path / "p")
+        generate.read_prompts(tmp_path / "p")
 
 
 def test_half_a_surrogate_pair_is_refused_by_name(real_model):
