@@ -85,14 +85,14 @@ class Engine:
         prompt : sequence of int
             Token ids, at least one; for a simulation only their number.
         max_tokens : int or None
-            Output tokens at most; cut to the room that ``max_model_len`` leaves (None: all of it).
+            Output tokens at most, at least 1; cut to the room that ``max_model_len`` leaves (None: all of it).
         arrival_ns : int, optional
             When it arrives on the device's clock; default now.
 
         Raises
         ------
         InputError
-            Empty prompt, a prompt that leaves no room for a token, a request id in use.
+            Empty prompt, no token asked for, a prompt that leaves no room for one, a request id in use.
         CapacityError
             No tier that the policy allows can ever hold it.
         """
@@ -102,6 +102,8 @@ class Engine:
             raise InputError(f"request id {name} is already in use")
         if not len(prompt):
             raise InputError(f"request {name}: the prompt has no tokens")
+        if max_tokens is not None and max_tokens < 1:
+            raise InputError(f"request {name}: max_tokens must be at least 1, got {max_tokens}")
         room = self.config.max_model_len - len(prompt)
         if room < 1:
             raise InputError(

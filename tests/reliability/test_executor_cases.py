@@ -123,6 +123,16 @@ def test_E16_all_the_room_that_is_left_may_be_asked_for(rig, prompt, asked, got)
     assert request.num_output == got and request.finish_reason == "length"
 
 
+@pytest.mark.parametrize("asked", [0, -1])
+def test_a_request_for_no_token_is_refused_and_leaves_nothing_behind(rig, asked):
+    engine = rig.build(SyncOffload(), max_model_len=64)
+    with pytest.raises(InputError, match=f"request mine: max_tokens must be at least 1, got {asked}"):
+        engine.add([1, 2, 3], asked, request_id="mine")
+    assert engine.unfinished == 0
+    assert engine.add([1, 2, 3], 1, request_id="mine").num_prompt == 3  # the name is free
+    rig.finish(engine)
+
+
 @pytest.mark.parametrize("length", [64, 65, 1000])
 def test_E16_a_prompt_at_or_above_the_limit_is_refused_with_both_numbers(rig, length):
     engine = rig.build(SyncOffload(), max_model_len=64)
