@@ -49,10 +49,11 @@ class View:
         self.code = _code_of(name, array.dtype) if code is None else code
 
     def check(self, name: str, shape: tuple[int, ...]) -> View:
-        """Refuse another shape than `shape`, or a last axis that is not contiguous."""
+        """Refuse another shape than `shape`, or elements whose last axis is not contiguous."""
         if self.shape != shape:
             raise ValueError(f"{name} has shape {list(self.shape)}, expected {list(shape)}")
-        if self.shape[-1] > 1 and self.strides[-1] != _BYTES[self.code]:
+        # An empty array may have any strides: NumPy's own are 0.
+        if self.shape[-1] > 1 and self.strides[-1] != _BYTES[self.code] and 0 not in shape:
             raise ValueError(f"{name} has a last-axis stride of {self.strides[-1]} bytes, expected {_BYTES[self.code]}")
         return self
 

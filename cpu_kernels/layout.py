@@ -103,7 +103,7 @@ def pack_k(plain: np.ndarray, layout: Layout) -> np.ndarray:
     """Reorder ``[..., page_size, head_dim]`` stored elements of K to the block's order, flat in the last axis."""
     n, lead = layout.per_lane, plain.shape[:-2]
     x = plain.reshape(*lead, layout.page_size // LANES, LANES, layout.head_dim // n, n)
-    return np.ascontiguousarray(np.swapaxes(x, -3, -2)).reshape(*lead, -1)
+    return np.ascontiguousarray(np.swapaxes(x, -3, -2)).reshape(*lead, layout.page_size * layout.head_dim)
 
 
 def pack_v(plain: np.ndarray, layout: Layout) -> np.ndarray:
@@ -111,7 +111,7 @@ def pack_v(plain: np.ndarray, layout: Layout) -> np.ndarray:
     n, lead = layout.per_lane, plain.shape[:-2]
     x = plain.reshape(*lead, layout.page_size // n, n, layout.head_dim // LANES, LANES)
     order = (*range(len(lead)), *(len(lead) + i for i in (2, 0, 3, 1)))
-    return np.ascontiguousarray(x.transpose(order)).reshape(*lead, -1)
+    return np.ascontiguousarray(x.transpose(order)).reshape(*lead, layout.page_size * layout.head_dim)
 
 
 def unpack_k(block: np.ndarray, layout: Layout) -> np.ndarray:

@@ -104,7 +104,7 @@ def check_tensor(
         refuse(name, f"dtype {tensor.dtype} is not one of {', '.join(str(dtype) for dtype in dtypes)}")
     if tensor.device != device:
         refuse(name, f"is on {tensor.device} and the other tensors on {device}")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         refuse(name, f"strides {tensor.stride()} do not keep the last axis contiguous")
 
 
@@ -114,7 +114,7 @@ def check_rows(
     """``check_tensor`` for data that kernels read in 16-byte pieces: [rows, (heads,) columns]."""
     check_tensor(name, tensor, shape, dtypes, device)
     check_aligned(name, tensor)
-    for axis in range(tensor.dim() - 1):
+    for axis in range(tensor.dim() - 1 if tensor.numel() else 0):
         if tensor.shape[axis] > 1 and (tensor.stride(axis) % 16 or tensor.stride(axis) > _INT32_MAX):
             refuse(name, f"stride {tensor.stride(axis)} of axis {axis} is not a multiple of 16 below 2**31")
 

@@ -91,6 +91,40 @@ def test_copy_pages_moves_whole_pages_of_one_or_all_layers() -> None:
         ck.copy_pages(src, [0], ck.KVPages(3, 2, 64, 32, "int8", 2, huge_pages=False), [0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_no_tokens_are_appended_and_gathered_as_nothing(dtype: str, library: str) -> None:
+    make = pytest.importorskip(library, reason=f"{library} is not installed")
+    pages = ck.KVPages(2, 2, 64, 16, dtype, huge_pages=False)
+    pages.buffer[...] = 7
+    none, wide = make.empty((0, 2, 64), dtype=make.float32), make.empty((5, 6, 64), dtype=make.float32)
+    for source in (none, wide[5:, 2:4]):
+        ck.append_kv(pages, 0, source, source, [])
+        for ids in ([], [1]):
+            ck.gather_kv(pages, 0, ids, 0, source, source)
+    ck.pack(pages, 0, [], *np.empty((2, 0, 2, 16, 64), np.float32))
+    assert [x.shape for x in ck.unpack(pages, 0, [])] == [(0, 2, 16, 64)] * 2
+    assert (pages.buffer == 7).all()
+    plain = np.empty((0, 2, 64), np.float32)
+    with pytest.raises(ValueError, match=r"k has shape \[0, 2, 64\], expected \[1, 2, 64\]"):
+        ck.append_kv(pages, 0, plain, plain, [0])
+    with pytest.raises(ValueError, match=r"v_out has shape \[0, 2, 63\], expected \[0, 2, 64\]"):
+        ck.gather_kv(pages, 0, [], 0, plain, plain[:, :, 1:])
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_step_without_rows_attends_to_nothing(backend: str) -> None:
+    pages = ck.KVPages(2, 2, 64, 16, "fp32", huge_pages=False)
+    q, out, lse = np.empty((0, 4, 64), np.float32), np.empty((0, 4, 64), np.float32), np.empty((0, 4), np.float32)
+    if backend == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    plan = ck.plan_decode(pages, np.empty((0, 2), np.int32), np.empty(0, np.int32), 4, backend=backend)
+    plan.run(q, out, lse)
+    if backend == "native":
+        with ck.WorkerPool(1) as pool:
+            pool.submit(plan, q, out, lse).wait(5.0)
+
+
 def test_append_and_gather_refuse_bad_arguments() -> None:
     pages = ck.KVPages(2, 2, 64, 16, "bf16", huge_pages=False)
     row = np.zeros((1, 2, 64), np.float32)

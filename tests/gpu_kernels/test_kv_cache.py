@@ -86,3 +86,16 @@ def test_two_skipped_rows_are_no_duplicate(device: torch.device) -> None:
     caches = [torch.zeros(2, 2, 16, 32, device=device) for _ in range(2)]
     append_kv(k, v, *caches, torch.tensor([-1, -1, 2], device=device))
     assert torch.equal(caches[0][0, :, 2], k[2]) and int((caches[0] != 0).sum()) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_no_tokens_are_appended_as_nothing(device: torch.device, dtype: torch.dtype) -> None:
+    caches = [torch.full((2, 2, 16, 32), 7, dtype=dtype, device=device) for _ in range(2)]
+    scales = {name: torch.ones(2, 2, 16, device=device) for name in ("k_scale", "v_scale")}
+    none, slots = torch.empty(0, 2, 32, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    fused, odd = torch.empty(5, 6, 32, device=device), torch.empty(32, 2, 0, device=device).permute(2, 1, 0)
+    for k, v in ((none, none), (fused[5:, 2:4], fused[:0, 4:]), (odd, odd)):
+        append_kv(k, v, *caches, slots, **(scales if dtype is torch.int8 else {}))
+    assert all(torch.all(cache == 7) for cache in caches)
+    with pytest.raises(ValueError, match=r"k: shape \(0, 2, 32\) is not the needed \(1, 2, 32\)"):
+        append_kv(none, none, *caches, torch.tensor([0], device=device))
