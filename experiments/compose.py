@@ -28,7 +28,8 @@ from experiments.schema import App, register
 from hybridattn.core.errors import InputError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NEVER_SWEPT = ("experiment", "launcher", "hydra/launcher", "tracker", "paths", "resume", "results_root", "repeats")
+NEVER_SWEPT = ("experiment", "launcher", "hydra/launcher", "tracker", "paths", "resume", "results_root", "repeats",
+               "also", "verdict")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,49 +10,68 @@ import pandas as pd
 from omegaconf import DictConfig
 from rich.console import Console
 
+from experiments.findings import panel_lines, verdict_lines
 from experiments.published import published_lines
 from experiments.results import ResultFolder
 from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing, crossover
 from hybridattn.analysis.figure import draw_sweep
-from hybridattn.analysis.series import Panel, Question, Series, good, origin_of, panels_of
-
-ENOUGH = 0.05  # what the next step of a ladder must add to be worth it
+from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
 
 
 def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
-    """Write everything that follows from the rows. May be called again: it replaces what it wrote."""
+    """Write everything that follows from the rows and print what was found. May be called again: it replaces what it
+    wrote. A verdict that fails is raised after everything else has been written.
+    """
     rows = folder.rows()
     write_parquet(rows, folder.path / "rows.parquet")
     question = question_of(config.analysis)
     panels = panels_of(rows, question) if question else []
     found = {p.label: _crossings(p, question) for p in panels} if question else {}
     folder.write_json("summary.json", summary(rows, question, panels, found))
-    if question is None or not panels:
-        return
-    folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
+    lines = []
+    if question is not None and panels:
+        folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
+        lines = _draw(folder, config, question, panels, found) + further(folder, config, rows)
+    try:
+        own = verdict_lines(config, good(rows))
+        folder.write_json("verdict.json", own)
+        lines += own
+    finally:
+        if lines:
+            kinds = dict.fromkeys(str(r.get("kind")) for r in good(rows))
+            head = f"{config.name} found ({', '.join(kinds)}):"
+            console.print("\n  ".join([head, *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def _draw(
+    folder: ResultFolder,
+    config: DictConfig,
+    question: Question,
+    panels: list[Panel],
+    found: dict[str, dict[str, Crossing]],
+) -> list[str]:
+    """The figure of the question, and what its panels say."""
     lines = {p.label: [*theory_lines(config.analysis.theory, p, question),
                        *published_lines(config.analysis.published, p, question)] for p in panels}  # fmt: skip
     chosen = {label: c[question.candidate] for label, c in found.items() if question.candidate in c}
-    paths = [folder.path / f"{config.name}.{suffix}" for suffix in ("png", "svg")]
-    draw_sweep(panels, question, paths, title=config.title, crossings=chosen, lines=lines)
-    for panel in panels:
-        where = f"{panel.label}: " if panel.label else ""
-        for series in panel.series if config.analysis.enough else ():
-            console.print(f"{where}{series.name}: {enough(series, question)}", highlight=False, soft_wrap=True)
-        for name, c in found[panel.label].items():
-            text = f"{where}{name} over {question.baseline}: {c.describe(question.unit)}"
-            console.print(text, highlight=False, soft_wrap=True, markup=False)
+    draw_sweep(panels, question, _pictures(folder, config.name), title=config.title, crossings=chosen, lines=lines)
+    return [line for p in panels for line in panel_lines(p, question, found[p.label], config.analysis)]
 
 
-def enough(series: Series, question: Question) -> str:
-    """Where more of x stops helping: the first x that no later one beats by 5 %."""
-    means = {x: series.mean(x) for x in series.xs}
-    later = {x: max(means[other] for other in means if other >= x) for x in means}
-    first = next(x for x in means if later[x] < (1 + ENOUGH) * means[x])
-    if first == series.xs[-1]:
-        return f"more than {first:g} {question.unit} may still help"
-    return f"{first:g} {question.unit} are enough (more add {later[first] / means[first] - 1:.1%} at most)"
+def further(folder: ResultFolder, config: DictConfig, rows: list[dict[str, Any]]) -> list[str]:
+    """Figures of the further columns, and what a ladder says of them."""
+    lines = []
+    for more, question in zip(config.analysis.more, further_questions(config.analysis), strict=True):
+        panels = panels_of(rows, question)
+        if panels:
+            draw_sweep(panels, question, _pictures(folder, f"{config.name}_{question.y}"), title=config.title)
+            lines += [line for p in panels for line in (panel_lines(p, question, {}, more) if more.enough else ())]
+    return lines
+
+
+def _pictures(folder: ResultFolder, name: str) -> list[Path]:
+    return [folder.path / f"{name}.{suffix}" for suffix in ("png", "svg")]
 
 
 def question_of(analysis: Any) -> Question | None:
@@ -61,6 +81,15 @@ def question_of(analysis: Any) -> Question | None:
     names = ("x", "y", "series", "baseline", "candidate", "panel", "relative", "x_label", "y_label", "unit",
              "log_x", "log_y")  # fmt: skip
     return Question(panels=tuple(analysis.panels), **{n: analysis[n] for n in names})
+
+
+def further_questions(analysis: Any) -> list[Question]:
+    """The questions of ``more``: the same x, panels and series with another y. They have no crossover."""
+    first = question_of(analysis)
+    if first is None:
+        return []
+    names = ("y", "y_label", "relative", "log_y")
+    return [replace(first, candidate="", **{n: m[n] for n in names}) for m in analysis.more]
 
 
 def _crossings(panel: Panel, question: Question) -> dict[str, Crossing]:

@@ -10,7 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.finish import question_of
+from experiments.also import folders as companion_folders
+from experiments.findings import failures
+from experiments.finish import further_questions, question_of
 from experiments.results import ResultFolder
 from hybridattn.analysis.page import Page
 from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
@@ -18,20 +20,46 @@ from hybridattn.core.errors import InputError
 
 
 def write_report(path: Path) -> Path:
-    """Write ``report.html`` into the result folder at ``path`` and return where it is."""
+    """Write ``report.html`` into the result folder at ``path`` and return where it is.
+
+    Sweeps that came with this one (``also``) get a part of their own on the page.
+    """
+    folder = _sweep_at(path)
+    config = _configuration(folder)
+    page = Page(config.title or f"Experiment {config.name}")
+    others = {name: _sweep_at(other) for name, other in companion_folders(folder).items() if _has_rows(other)}
+    _part(page, folder, config, "part" if others else "page")
+    for name, other in others.items():
+        theirs = _configuration(other)
+        page.part(theirs.title or f"Experiment {name}")
+        _part(page, other, theirs, "part")
+    file = folder.path / "report.html"
+    file.write_text(page.html(), encoding="utf-8")
+    return file
+
+
+def _sweep_at(path: Path) -> ResultFolder:
     folder = ResultFolder.open(path)
-    rows = folder.rows()
-    if not rows:
+    if not folder.rows():
         raise InputError(f"{path} has no rows yet: there is nothing to report")
     if not (folder.path / "sweep.json").is_file():
         raise InputError(f"{path} is not a sweep (it has no sweep.json): reports are written about sweeps")
-    config = _configuration(folder)
+    return folder
+
+
+def _has_rows(path: Path) -> bool:
+    file = path / "rows.jsonl"  # it may have been begun and interrupted, or deleted since
+    return file.is_file() and file.stat().st_size > 0
+
+
+def _part(page: Page, folder: ResultFolder, config: DictConfig, what: str) -> None:
+    """Everything about one sweep. ``what`` is how its text names the part of the page that it fills."""
+    rows = folder.rows()
     question = question_of(config.analysis)
     panels = panels_of(rows, question) if question is not None else []
-    page = Page(config.title or f"Experiment {config.name}")
-    _answer(page, folder, rows, question, panels)
+    _answer(page, folder, rows, question, panels, what)
     for picture in sorted(folder.path.glob("*.svg")):
-        page.picture(picture, _caption(question))
+        page.picture(picture, _caption(_shown_by(picture, config, question)))
     if question is not None:
         _crossovers(page, folder)
         for panel in panels:
@@ -39,9 +67,12 @@ def write_report(path: Path) -> Path:
     _failures(page, rows)
     _provenance(page, folder, rows)
     _repeat(page, folder, config)
-    file = folder.path / "report.html"
-    file.write_text(page.html(), encoding="utf-8")
-    return file
+
+
+def _shown_by(picture: Path, config: DictConfig, question: Question | None) -> Question | None:
+    """The question that a figure answers."""
+    further = {f"{config.name}_{q.y}": q for q in further_questions(config.analysis)}
+    return further.get(picture.stem, question)
 
 
 def _configuration(folder: ResultFolder) -> DictConfig:
@@ -54,11 +85,19 @@ def _configuration(folder: ResultFolder) -> DictConfig:
 
 
 def _answer(
-    page: Page, folder: ResultFolder, rows: list[dict[str, Any]], question: Question | None, panels: list[Panel]
+    page: Page,
+    folder: ResultFolder,
+    rows: list[dict[str, Any]],
+    question: Question | None,
+    panels: list[Panel],
+    what: str,
 ) -> None:
     kind = ", ".join(origin_of(good(rows)).kinds) or "failed"
     count = f"{len(rows)} points, {len(rows) - len(good(rows))} failed."
-    page.text(f"Every number on this page is {kind}. {count}", "note")
+    where = "on this page" if what == "page" else "of this part"
+    page.text(f"Every number {where} is {kind}. {count}", "note")
+    for line in _verdict(folder):
+        page.text(line, "answer")
     if question is None or not question.candidate or not (folder.path / "crossovers.json").is_file():
         return
     found = folder.read_json("crossovers.json")
@@ -67,6 +106,11 @@ def _answer(
         if says:
             where = f"{panel.label}: " if panel.label else ""
             page.text(f"{where}{question.candidate} over {question.baseline} {_clause(says['says'])}.", "answer")
+
+
+def _verdict(folder: ResultFolder) -> list[str]:
+    """What the experiment's own verdict said."""
+    return list(folder.read_json("verdict.json")) if (folder.path / "verdict.json").is_file() else []
 
 
 def _clause(says: str) -> str:
@@ -118,7 +162,7 @@ def _failures(page: Page, rows: list[dict[str, Any]]) -> None:
     if not bad:
         return
     page.heading("Failed points")
-    page.table(("point", "error"), [(r["point_id"], r["error"]) for r in bad], text=True)
+    page.table(("points", "error"), failures(bad), text=True)
     page.code(str(bad[0].get("traceback")), "traceback of the first")
 
 

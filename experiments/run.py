@@ -1,7 +1,7 @@
 """The one app: ``python -m experiments.run +experiment=NAME [key=value ...] [key=a,b,c ...]``.
 
-A value with commas is swept. Exit codes: 0 all points ran, 1 some failed, 2 what was asked for is not possible,
-130 interrupted. ``resume=true`` goes on with the latest sweep of the experiment.
+A value with commas is swept. At the end it prints what was found. Exit codes: 0 all points ran, 1 some failed, 2 what
+was asked for is not possible, 130 interrupted. ``resume=true`` goes on with the latest sweep of the experiment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from experiments.compose import Composed, configs
+from experiments.also import announced, begun_before, closing, companions, remember
+from experiments.compose import Composed, Composer, configs
+from experiments.findings import failure_lines, verdict_of
 from experiments.finish import finish
 from experiments.results import ResultFolder
 from experiments.settings import find
@@ -24,6 +26,7 @@ from experiments.track import track
 from hybridattn.core.errors import HybridAttnError, InputError
 
 INTERRUPTED = "interrupted"
+CODE_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
             if composed.master.runner:
                 return _run_whole(composed)
-            return _run_sweep(Sweep(composer, composed, Console()))
+            return _run_sweeps(composer, composed, Console())
     except InputError as error:
         print(f"experiments.run: {error}", file=sys.stderr)
         return 2
@@ -63,6 +66,8 @@ def _check(config: DictConfig) -> None:
     for what in ("runner", "point"):
         if config[what]:
             find(config[what], what).settings(config.settings)
+    if config.point:
+        verdict_of(config)
 
 
 def _run_whole(composed: Composed) -> int:
@@ -75,9 +80,30 @@ def _run_whole(composed: Composed) -> int:
     return 0
 
 
+def _run_sweeps(composer: Composer, composed: Composed, console: Console) -> int:
+    """The sweep, and those that its experiment names beside it. The worst exit code counts."""
+    name = composed.master.name
+    if not composed.master.point:
+        raise InputError(f"experiment {name} says neither which runner nor which point to run")
+    others = companions(composer, composed, _check)
+    for line in announced(composed, others):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    first = Sweep(composer, composed, console)
+    code, done = _run_sweep(first), [first]
+    for other in others:
+        if code == CODE_INTERRUPTED or (code and composed.master.fail_fast):
+            break
+        console.print()
+        sweep = Sweep(composer, other, console, begun_before(first.folder, other))
+        remember(first.folder, sweep.folder, sweep.name)
+        code = max(code, _run_sweep(sweep))
+        done.append(sweep)
+    if others:
+        console.print("\n".join(("", *closing(done))), highlight=False, soft_wrap=True, markup=False)
+    return code
+
+
 def _run_sweep(sweep: Sweep) -> int:
-    if not sweep.composed.master.point:
-        raise InputError(f"experiment {sweep.name} says neither which runner nor which point to run")
     stopped = ""
     try:
         sweep.run()
@@ -87,21 +113,26 @@ def _run_sweep(sweep: Sweep) -> int:
         raise
     except Exception as error:  # a worker process was killed, a cluster went away: the rows that came are kept
         stopped = f"the launcher {sweep.composed.launcher} failed ({type(error).__name__}: {error})"
-    outcome = sweep.outcome()
-    finish(sweep.folder, sweep.composed.master, sweep.console)
+    outcome, trouble = sweep.outcome(), ""
+    try:
+        finish(sweep.folder, sweep.composed.master, sweep.console)
+    except InputError as error:
+        trouble = str(error)
     track(sweep.folder, sweep.composed.master.tracker, sweep.console)
-    return _report(sweep, outcome, stopped)
+    return _report(sweep, outcome, stopped, trouble)
 
 
-def _report(sweep: Sweep, outcome: Outcome, stopped: str) -> int:
-    lines = [f"failed: {r['point_id']}: {r['error']}" for r in sweep.folder.rows() if r["status"] == "failed"]
+def _report(sweep: Sweep, outcome: Outcome, stopped: str, trouble: str) -> int:
+    """What failed, what is missing and where the results are; the exit code of the sweep."""
+    lines = failure_lines(sweep.folder.rows())
     if outcome.missing:
         lines.append(f"{stopped or 'stopped'}: {outcome.missing} points have not run; go on with resume=true")
+    lines += [trouble] if trouble else []
     lines.append(f"{outcome.ok} points ran, {outcome.failed} failed; results: {sweep.folder.path}")
     sweep.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
     if stopped == INTERRUPTED:
-        return 130
-    return 0 if not outcome.failed and not outcome.missing else 1
+        return CODE_INTERRUPTED
+    return 1 if outcome.failed or outcome.missing or trouble else 0
 
 
 if __name__ == "__main__":

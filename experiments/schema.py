@@ -75,6 +75,18 @@ class Paths:
 
 
 @dataclass
+class Further:
+    """A further column of the same sweep over the same x."""
+
+    y: str = MISSING
+    y_label: str = ""
+    relative: bool = False
+    log_y: bool = False
+    enough: bool = False
+    lower_is_better: bool = False
+
+
+@dataclass
 class Analysis:
     """How rows become figures and a crossover.
 
@@ -83,7 +95,10 @@ class Analysis:
     candidate : the series whose crossover goes to summary.json, in the first panel (``panel`` chooses another one)
     theory : name of a line of ``experiments.theory`` drawn beside the points
     published : a file of published points under experiments/published
-    enough : say from which x on more of it helps by less than 5 % at a doubling
+    enough : say from which x on a doubling of it helps by less than 5 %
+    lower_is_better : less of ``y`` is an improvement, for ``enough``
+    more : further columns, each with a figure of its own: mappings of ``y`` and of any of ``y_label``, ``relative``,
+        ``log_y``, ``enough`` and ``lower_is_better``
     """
 
     x: str = ""
@@ -102,16 +117,26 @@ class Analysis:
     theory: str = ""
     published: str = ""
     enough: bool = False
+    lower_is_better: bool = False
+    more: list[Further] = field(default_factory=list)
 
 
 @dataclass
 class App:
-    """The root. ``runner`` does an experiment as a whole; ``point`` does one point of a sweep."""
+    """The root. ``runner`` does an experiment as a whole; ``point`` does one point of a sweep.
+
+    verdict : ``package.module:function`` that takes the rows of the points that ran and returns lines to print at the
+        end; empty: a function ``verdict`` in the module of ``point``, where there is one
+    also : experiments whose sweeps come after this one, each with rows, figures and a folder of its own, as they stand
+        in their files; left out when the command line changes what is swept
+    """
 
     name: str = ""
     title: str = ""
     runner: str = ""
     point: str = ""
+    verdict: str = ""
+    also: list[str] = field(default_factory=list)
     results_root: str = "results"
     settings: dict[str, Any] = field(default_factory=dict)
     sweep: dict[str, Any] = field(default_factory=dict)  # override key -> values, as on the command line

@@ -37,12 +37,19 @@ def experiment(schema: type[Any]) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def find(path: str, what: str) -> Any:
-    """The marked function at ``package.module:function``."""
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{what} '{path}' cannot be imported: {error}") from error
+    """The function at ``package.module:function``, marked with :func:`experiment`."""
+    found = resolve(path, what)
     if not hasattr(found, "settings"):
         raise InputError(f"{what} '{path}' is not marked with @experiment(its settings)")
     return found
+
+
+def resolve(path: str, what: str) -> Any:
+    """Whatever is at ``package.module:name``; ``what`` is the key that named it."""
+    module, _, name = path.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise InputError(f"{what} '{path}' is no import path: write package.module:function")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{what} '{path}' cannot be imported: {error}") from error

@@ -7,7 +7,6 @@ watcher thread        reads rows.jsonl, moves the progress bar
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.compose import Composed, Composer
 from experiments.point import Job
+from experiments.projection import duration, seconds_per_point, workers
 from experiments.results import ResultFolder
 from hybridattn.core.errors import InputError
 from hybridattn.runtime.provenance import git_commit
 
 WATCH_S = 0.2
-COMPOSE_S = 0.2  # to compose the configuration of a point
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,8 @@ class Outcome:
 class Sweep:
     """One sweep in one result folder."""
 
-    def __init__(self, composer: Composer, composed: Composed, console: Console) -> None:
+    def __init__(self, composer: Composer, composed: Composed, console: Console, begun: Path | None = None) -> None:
+        """``begun`` is a folder to go on with, whatever the configuration says of ``resume``."""
         self.composer = composer
         self.composed = composed
         self.console = console
@@ -52,13 +52,13 @@ class Sweep:
         self.root = Path(config.results_root)
         self.name = str(config.name)
         self.ids = [" ".join(point) for point in composed.points]
-        self.folder = self._folder(config.resume)
+        self.folder = self._folder(begun or config.resume)
         self.done = {r["point_id"] for r in self.folder.rows() if r.get("status") == "ok"}
 
     # -- the folder --------------------------------------------------------------------------------------------------
 
     def _folder(self, resume: Any) -> ResultFolder:
-        fixed = [o for o in self.composed.fixed if not o.startswith(("resume=", "launcher=", "fail_fast="))]
+        fixed = [o for o in self.composed.fixed if not o.startswith(("resume=", "launcher=", "fail_fast=", "also="))]
         if resume:
             folder = ResultFolder.open(self.root / self.name / "latest" if resume is True else Path(str(resume)))
             before = folder.read_json("sweep.json")
@@ -91,28 +91,15 @@ class Sweep:
         return Outcome(states.count("ok"), states.count("failed"), states.count(None))
 
     def _announce(self, left: int) -> None:
-        per_point, source = self._seconds_per_point()
-        workers = min(self._workers(), max(1, left))
+        per_point, source = seconds_per_point(self.composed.master, self.folder)
+        at_once = min(workers(self.composed), max(1, left))
         skipped = f", {len(self.done)} done before" if self.done else ""
         self.console.print(
-            f"{self.name}: {left} points{skipped}, launcher {self.composed.launcher} ({workers} at a time), projected "
-            f"{_duration(left * per_point / workers)} ({per_point:.2g} s a point, {source})",
+            f"{self.name}: {left} points{skipped}, launcher {self.composed.launcher} ({at_once} at a time), projected "
+            f"{duration(left * per_point / at_once)} ({per_point:.2g} s a point, {source})",
             highlight=False,
             soft_wrap=True,
         )
-
-    def _seconds_per_point(self) -> tuple[float, str]:
-        """From good rows of this folder or of the sweep before it, else what the experiment file expects."""
-        others = sorted(p for p in (self.root / self.name).glob("*/rows.jsonl") if p.parent.name != "latest")
-        for file in (self.folder.rows_file, *reversed(others)):
-            took = [r["took_s"] for r in ResultFolder.open(file.parent).rows() if r.get("status") == "ok"]
-            if took and file.parent.resolve() == self.folder.path or len(took) >= 3:
-                return sum(took) / len(took) + COMPOSE_S, "from earlier points"
-        return float(self.composed.master.point_seconds) + COMPOSE_S, "as the experiment expects"
-
-    def _workers(self) -> int:
-        jobs = self.composed.master.hydra.launcher.get("n_jobs", 1)
-        return (os.cpu_count() or 1) + 1 + jobs if jobs < 0 else jobs
 
     def _launch(self, points: Sequence[tuple[str, ...]]) -> None:
         columns = (
@@ -140,7 +127,7 @@ class Sweep:
         job = Job(str(self.folder.path), self.composed.launcher, numbers, own, git_commit(), fail_fast)
         context = HydraContext(config_loader=self.composer.hydra.config_loader, callbacks=Callbacks())
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
-        size = self._workers() if fail_fast else len(points)
+        size = workers(self.composed) if fail_fast else len(points)
         fixed = [o for o in self.composed.fixed if not o.startswith("hydra")]
         for at in range(0, len(points), size):
             batch = [[*fixed, *point] for point in points[at : at + size]]
@@ -155,9 +142,3 @@ class Sweep:
         while not stop.wait(WATCH_S):
             progress.update(task, completed=len(self.folder.rows()))
         progress.update(task, completed=len(self.folder.rows()))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hybridattn.calibration.measure import costs_of, default_path
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, CpuRow
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.sim import SimDevice
@@ -80,8 +83,8 @@ def measure(bench: Bench, policy: Policy, s: ValidateSettings, cpu_rows: int) ->
 
 
 def simulate(costs: Costs, profile: Profile, policy: Policy, s: ValidateSettings, cpu_rows: int) -> float:
-    """The same by the simulator, with the driver's measured costs."""
-    driver = {name: round(profile.value(quantity)) for name, quantity in (("submit_ns", "submit"), ("poll_ns", "poll"))}
+    """The same by the simulator, with the measured costs of the driver and of the lanes' threads."""
+    driver = driver_of(profile)
     run = SteadyRun(
         costs,
         costs.pricing,
@@ -90,3 +93,31 @@ def simulate(costs: Costs, profile: Profile, policy: Policy, s: ValidateSettings
         lambda pricing: SimDevice(pricing, record=False, **driver),
     )
     return run.measure(s.warmup, s.passes).tokens_per_s
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Predicted against measured for each setting (medians of its runs), and the errors over all of them.
+
+    The spread is the interquartile range of the measured runs over their median.
+    """
+    settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in rows:
+        settings.setdefault((r["policy"], r["gpu_rows"], r["decoding_cpu_rows"], r["context"]), []).append(r)
+    lines = [f"{'policy':<14} GPU rows  CPU rows  keys  measured [tokens/s]  simulated   error  spread  runs"]
+    errors, beyond = [], 0
+    for (policy, gpu_rows, cpu_rows, context), runs in settings.items():
+        measured = [r["measured_tokens_per_s"] for r in runs]
+        middle, simulated = statistics.median(measured), statistics.median(r["simulated_tokens_per_s"] for r in runs)
+        low, _, high = statistics.quantiles(measured, n=4) if len(measured) > 1 else (middle,) * 3
+        error, spread = simulated / middle - 1, (high - low) / middle
+        errors.append(abs(error))
+        beyond += abs(error) > max(0.2, 2 * spread)
+        lines.append(
+            f"{policy:<14} {gpu_rows:8}  {cpu_rows:8}  {context:4}  {middle:19.1f}  {simulated:9.1f}  {error:+6.1%}  "
+            f"{spread:6.1%}  {len(runs):4}"
+        )
+    return [
+        *lines,
+        f"{len(errors)} settings: mean error {statistics.fmean(errors):.1%} (asked 10 %), worst {max(errors):.1%} "
+        f"(asked 20 %, or twice the spread); {beyond} beyond both",
+    ]

@@ -24,6 +24,7 @@ from hybridattn.analysis.series import Series
 from hybridattn.core.errors import InputError
 
 MIN_REPEATS = 3
+SURE = 0.95  # share of the bootstrap's draws that must agree with what is said, or it is said too
 EQUAL = 1e-6  # gains this close to 1 are equal: a policy that does the same as the baseline does not pay
 STATES = ("found", "never", "always", "unknown")
 
@@ -71,10 +72,14 @@ class Crossing:
             text = f"pays from {self.value:.3g}{f' {unit}' if unit else ''} on"
             if self.low is not None and self.high is not None:
                 text += f" ({self.low:.3g} to {self.high:.3g}, {self.method})"
+            elif self.method:
+                text += f" ({self.method})"
         if self.until is not None:
             text += f", until {self.until:.3g}"
-        if self.share is not None and self.share < 0.95:
+        if self.share is not None and self.state == "found" and self.share < SURE:
             text += f"; only {self.share:.0%} of the bootstrap's draws cross"
+        elif self.share is not None and self.state != "found" and self.share > 1 - SURE:
+            text += f"; yet {self.share:.0%} of the bootstrap's draws cross"
         return text
 
 
@@ -115,8 +120,11 @@ def crossover(
     repeats = min(min(len(s.samples[x]) for x in xs) for s in (baseline, candidate))
     if repeats >= MIN_REPEATS:
         return _bootstrap(found, baseline, candidate, xs, log_x, draws, seed)
-    if found.value is None or repeats > 1:
-        return found  # two repeats tell of noise, but not enough for an interval
+    if found.value is None:
+        return found
+    if repeats > 1:  # two repeats tell of noise, but not enough for an interval
+        method = f"no interval from {repeats} repeats"
+        return Crossing("found", found.value, until=found.until, method=method)
     below = max(x for x in xs if x <= found.value)
     above = min(x for x in xs if x > below)  # the first point that pays lies above the value
     return Crossing("found", found.value, below, above, found.until, method="grid points around it")
@@ -145,6 +153,6 @@ def _bootstrap(
         values += [] if drawn.value is None else [drawn.value]
     share = len(values) / draws
     if found.value is None:
-        return Crossing(found.state, until=found.until, share=None)
+        return Crossing(found.state, until=found.until, share=share)
     low, high = (float(v) for v in np.percentile([*values, found.value], (2.5, 97.5)))
     return Crossing("found", found.value, low, high, found.until, share, "95 % bootstrap interval")

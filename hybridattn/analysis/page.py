@@ -14,6 +14,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff; margin: 0; }
 main { max-width: 1100px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+h1.part { margin-top: 3rem; padding-top: 1.2rem; border-top: 3px solid #1a1a1a; }
 p.answer { font-size: 1.1rem; background: #eef4fb; border-left: 4px solid #0072b2; padding: .7rem 1rem; }
 figure { margin: 0; } img { max-width: 100%; height: auto; }
 figcaption, .note { color: #444; font-size: .9rem; }
@@ -34,6 +35,10 @@ class Page:
     def __init__(self, title: str) -> None:
         self._title = escape(title)
         self._parts: list[str] = [f"<h1>{self._title}</h1>"]
+
+    def part(self, title: str) -> None:
+        """A further part of the page, under a heading as large as the first one."""
+        self._parts.append(f'<h1 class="part">{escape(title)}</h1>')
 
     def heading(self, text: str) -> None:
         self._parts.append(f"<h2>{escape(text)}</h2>")

@@ -1,0 +1,117 @@
+"""What a sweep found, as lines for people: crossovers, where more stops helping, extremes, and the experiment's own.
+
+    rows -> panels -> crossovers        "A10, async_overlap over gpu_only: pays from 8.25 ... on (8 to 9, ...)"
+                   -> a ladder          "A10, async_overlap: 16 cores are enough ..."
+                   -> neither of them   "A10, group 4: 0.61 (at 256) to 0.93 (at 16384)"
+         -> verdict(rows)               whatever the experiment's own function says
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments.settings import resolve
+from hybridattn.analysis.crossing import Crossing
+from hybridattn.analysis.series import Panel, Question, Series
+from hybridattn.core.errors import InputError
+
+ENOUGH = 0.05  # what a doubling of a ladder must bring to be worth it
+POINTS_SHOWN = 3
+Rows = list[dict[str, Any]]
+
+
+def panel_lines(panel: Panel, question: Question, found: Mapping[str, Crossing], ladder: Any) -> list[str]:
+    """Lines of one panel. ``ladder`` has ``enough`` and ``lower_is_better``."""
+    where = f"{panel.label}: " if panel.label else ""
+    lines = [f"{where}{s.name}: {enough(s, question, ladder.lower_is_better)}" for s in panel.series if ladder.enough]
+    if question.baseline and question.relative and panel.find(question.baseline) is None:
+        return [*lines, f"{where}no crossover can be told: {question.baseline}, the baseline, is not in this sweep"]
+    lines += [f"{where}{name} over {question.baseline}: {c.describe(question.unit)}" for name, c in found.items()]
+    return lines or [f"{where}{s.name}: {extremes(s, question)}" for s in panel.series]
+
+
+def enough(series: Series, question: Question, lower_is_better: bool = False) -> str:
+    """From which x on a doubling of x brings less than 5 %: the first one that no later step contradicts.
+
+    A step from x to x' with y to y' brings (y' / y) ** (1 / log2(x' / x)) - 1 for each doubling (y / y' where lower is
+    better).
+    """
+    xs = series.xs
+    if xs[0] <= 0:
+        raise InputError(f"a ladder of {question.x} cannot begin at {xs[0]:g}: a doubling of it means nothing")
+    steps = [_per_doubling(series, a, b, lower_is_better) for a, b in zip(xs, xs[1:], strict=False)]
+    worth = [i for i, gain in enumerate(steps) if gain >= ENOUGH]
+    at = worth[-1] + 1 if worth else 0
+    if at == len(xs) - 1:
+        last = f" (the last doubling still brings {steps[-1]:.0%})" if steps else ""
+        return f"more than {xs[-1]:g} {question.unit} may still help{last}"
+    return (
+        f"{xs[at]:g} {question.unit} are enough: from there on a doubling brings less than {ENOUGH:.0%} "
+        f"({max(steps[at:]):.1%} at most) of {question.y}"
+    )
+
+
+def _per_doubling(series: Series, a: float, b: float, lower_is_better: bool) -> float:
+    before, after = series.mean(a), series.mean(b)
+    if lower_is_better:
+        before, after = after, before
+    return math.inf if before <= 0 else (after / before) ** (1 / math.log2(b / a)) - 1
+
+
+def extremes(series: Series, question: Question) -> str:
+    """The lowest and the highest mean, and where."""
+    low, high = (pick(series.xs, key=series.mean) for pick in (min, max))
+    name = question.y_label or question.y
+    if series.mean(low) == series.mean(high):
+        return f"{name} is {series.mean(low):.4g} at every point"
+    return f"{name} from {series.mean(low):.4g} (at {low:g}) to {series.mean(high):.4g} (at {high:g})"
+
+
+def verdict_of(config: Any) -> Callable[[Rows], list[str]] | None:
+    """The experiment's own verdict: what ``verdict`` names, else the function of that name beside ``point``."""
+    if config.verdict:
+        found: Any = resolve(config.verdict, "verdict")
+    else:
+        found = getattr(importlib.import_module(config.point.partition(":")[0]), "verdict", None)
+    if found is not None and not callable(found):
+        raise InputError(f"verdict of experiment {config.name} is no function but a {type(found).__name__}")
+    return found
+
+
+def verdict_lines(config: Any, rows: Rows) -> list[str]:
+    """What the verdict says of the rows of the points that ran; InputError names a verdict that fails."""
+    judge = verdict_of(config) if config.point and rows else None
+    if judge is None:
+        return []
+    name = f"{judge.__module__}:{judge.__qualname__}"
+    try:
+        lines = judge(rows)
+    except Exception as error:  # somebody's function: the rows are safe, and what went wrong is said
+        raise InputError(f"the verdict {name} failed ({type(error).__name__}: {error})") from error
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise InputError(f"the verdict {name} must return a list of strings, got {lines!r}")
+    return lines
+
+
+def failure_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Failed points as lines, those with one and the same message together."""
+    return [f"failed: {points}: {error}" for points, error in failures(rows)]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """``(points, error)`` of the failed rows: each message once, with its count and the first few points."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("status") == "failed":
+            groups.setdefault(str(row["error"]), []).append(str(row["point_id"]))
+    return [(_points(ids), error) for error, ids in groups.items()]
+
+
+def _points(ids: Sequence[str]) -> str:
+    if len(ids) == 1:
+        return ids[0]
+    rest = len(ids) - POINTS_SHOWN
+    return f"{len(ids)} points ({' | '.join(ids[:POINTS_SHOWN])}{f' | and {rest} more' if rest > 0 else ''})"
