@@ -2,6 +2,7 @@
 
     hand down   append: rows -> scratch pages | pack: -> blocks | copies: blocks -> CPU pages, one per run of pages
     pull        copies: CPU pages -> blocks | unpack: -> staging pages
+    move        the same two ways, with pages of the tier itself in place of scratch and staging
 
 A chunk that begins inside a page brings that page up first, or the copy would overwrite the tokens before it.
 Everything of one direction is enqueued on one stream, so each step finds the one before done and the next use of the
@@ -51,6 +52,7 @@ class Blocks:
         self._cpu = torch.from_numpy(cpu_pages.buffer)  # uint8 [layers, pages, num_kv_heads, head_bytes]
         self._blocks = torch.empty(num_pages, *self._cpu.shape[2:], dtype=torch.uint8, device=device)
         self._ids = torch.arange(num_pages, device=device)
+        self.num_pages = num_pages
 
     @property
     def nbytes(self) -> int:
@@ -58,20 +60,30 @@ class Blocks:
 
     def up(self, layer: int, runs: tuple[Run, ...], count: int) -> None:
         """CPU pages -> the first ``count`` scratch pages."""
-        for run in runs:
-            source = self._cpu[layer, run.cpu : run.cpu + run.count]
-            self._blocks[run.at : run.at + run.count].copy_(source, non_blocking=True)
-        k, v = self.scratch.cache()
-        gpu_kernels.unpack_from_cpu(
-            self._blocks[:count], k, v, self._ids[:count], check_ids=False, **self.scratch.scales()
-        )
+        self._lift(layer, runs, self.scratch, 0, self._ids[:count])
 
     def down(self, layer: int, runs: tuple[Run, ...], count: int) -> None:
         """The first ``count`` scratch pages -> CPU pages."""
-        k, v = self.scratch.cache()
-        gpu_kernels.pack_for_cpu(
-            k, v, self._ids[:count], self._blocks[:count], check_ids=False, **self.scratch.scales()
-        )
+        self._lower(layer, runs, self.scratch, 0, self._ids[:count])
+
+    def lift(self, layer: int, runs: tuple[Run, ...], pages: CudaPages, ids: torch.Tensor) -> None:
+        """CPU pages -> pages ``ids`` (int64, at most ``num_pages``) of the same layer of the card's pool."""
+        self._lift(layer, runs, pages, layer, ids)
+
+    def lower(self, layer: int, runs: tuple[Run, ...], pages: CudaPages, ids: torch.Tensor) -> None:
+        """Pages ``ids`` of a layer of the card's pool -> CPU pages."""
+        self._lower(layer, runs, pages, layer, ids)
+
+    def _lift(self, layer: int, runs: tuple[Run, ...], pages: CudaPages, at: int, ids: torch.Tensor) -> None:
+        for run in runs:
+            source = self._cpu[layer, run.cpu : run.cpu + run.count]
+            self._blocks[run.at : run.at + run.count].copy_(source, non_blocking=True)
+        k, v = pages.cache(at)
+        gpu_kernels.unpack_from_cpu(self._blocks[: len(ids)], k, v, ids, check_ids=False, **pages.scales(at))
+
+    def _lower(self, layer: int, runs: tuple[Run, ...], pages: CudaPages, at: int, ids: torch.Tensor) -> None:
+        k, v = pages.cache(at)
+        gpu_kernels.pack_for_cpu(k, v, ids, self._blocks[: len(ids)], check_ids=False, **pages.scales(at))
         for run in runs:
             target = self._cpu[layer, run.cpu : run.cpu + run.count]
             target.copy_(self._blocks[run.at : run.at + run.count], non_blocking=True)

@@ -168,6 +168,26 @@ class CudaTier:
 
         return run
 
+    def move(self, source: str, gpu_blocks: np.ndarray, cpu_blocks: np.ndarray) -> Callable[[], None]:
+        way = self._up if source == CPU_TIER else self._down
+        step = way.lift if source == CPU_TIER else way.lower
+        parts = []  # as many pages at a time as there is room for on the card
+        for at in range(0, len(gpu_blocks), way.num_pages):
+            part = slice(at, at + way.num_pages)
+            parts.append((self._to_upload(gpu_blocks[part]), runs_of(cpu_blocks[part])))
+
+        def run() -> None:
+            for host_ids, runs in parts:
+                ids = host_ids.to(self._on, non_blocking=True)  # on the stream of the copy: nobody else waits for it
+                for layer in range(self._shape.num_layers):
+                    step(layer, runs, self._pages, ids)
+
+        return run
+
+    def _to_upload(self, values: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(values.copy())
+        return host if self._on == "cpu" else host.pin_memory()
+
 
 def _check_dtypes(dtype: torch.dtype, kv_dtype: str, device: torch.device) -> None:
     if kv_dtype not in TORCH_DTYPES:

@@ -71,6 +71,14 @@ class GpuTier(Protocol):
         """An op's closure: K,V of a chunk go down into its CPU pages."""
         ...
 
+    def move(self, source: str, gpu_blocks: np.ndarray, cpu_blocks: np.ndarray) -> Callable[[], None]:
+        """An op's closure: whole pages of all layers go from the ``source`` tier to the other, bit for bit.
+
+        ``gpu_blocks[i]`` and ``cpu_blocks[i]`` (int64) are one page. Slots of the last page behind the request's
+        tokens come along, whatever they hold: nobody reads them.
+        """
+        ...
+
 
 def open_tier(model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float) -> GpuTier:
     """The tier that the device's kind asks for.

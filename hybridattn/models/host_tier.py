@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from cpu_kernels import KVPages, append_kv, gather_kv, plan_decode
+from cpu_kernels import KVPages, append_kv, copy_pages, gather_kv, plan_decode
 from hybridattn.core.device import Device
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.storage import open_pages
@@ -61,6 +61,11 @@ class HostTier:
     def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
         pages = self.cpu_pages
         return lambda: append_kv(pages, layer, *rows.take_kv(layer, chunk), chunk.slot_mapping)
+
+    def move(self, source: str, gpu_blocks: np.ndarray, cpu_blocks: np.ndarray) -> Callable[[], None]:
+        there, here = (self._pages, gpu_blocks), (self.cpu_pages, cpu_blocks)
+        ways = (*there, *here) if source == GPU_TIER else (*here, *there)
+        return lambda: copy_pages(*ways)
 
 
 class HostRows(GpuRows):

@@ -16,8 +16,9 @@ from cpu_kernels import backends, plan_decode
 from hybridattn.core.device import Device
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import Batch, Cohort, RequestLike, Segment
+from hybridattn.core.stages import GPU_TIER, Batch, Cohort, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
+from hybridattn.kv.blocks import blocks_for
 from hybridattn.kv.tables import block_table, slots
 from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.gpu_tier import open_tier
@@ -212,6 +213,15 @@ class TorchStages:
         layer, where, exchange = cohort.layer, _slots(cohort), self.exchange
         run = lambda: exchange.fetch(layer, where)  # noqa: E731
         return _cohort_op("fetch out", H2D, self.cost.fetch(len(cohort.rows)), cohort, run)
+
+    def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
+        """K,V of ``tokens`` tokens, all layers, go from ``blocks`` of tier ``source`` to the request's of the other."""
+        count = blocks_for(tokens, self.config.page_size)
+        there, here = (np.asarray(b[:count], np.int64) for b in (blocks, request.blocks))
+        on_gpu, on_cpu = (there, here) if source == GPU_TIER else (here, there)
+        lane = D2H if source == GPU_TIER else H2D
+        run = self.tier.move(source, on_gpu, on_cpu)
+        return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
 
     def pull(self, layer: int, segment: Segment) -> Op:
         blocks, start = np.asarray(segment.request.blocks, np.int64), segment.start

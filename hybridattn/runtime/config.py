@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.stages import CPU_TIER, TIERS
 
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -29,6 +30,9 @@ class EngineConfig:
         Layers by which the driver may be ahead of the GPU; more makes its polls stale.
     op_timeout_ns : int
         Longest wait for any op; past it a StallError names op, lane and requests.
+    pause_tier : str
+        Where K,V of a session rest between its turns: ``cpu`` moves them down while the CPU tier has room, ``gpu``
+        leaves them where they are.
     """
 
     gpu_kv_blocks: int
@@ -39,9 +43,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     run_ahead: int = 2
     op_timeout_ns: int = 60_000_000_000
+    pause_tier: str = CPU_TIER
 
     def __post_init__(self) -> None:
+        if self.pause_tier not in TIERS:
+            raise InputError(f"pause_tier must be {' or '.join(TIERS)}, got {self.pause_tier!r}")
         for f in fields(self):
+            if f.name == "pause_tier":
+                continue
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise InputError(f"{f.name} must be an integer, got {value!r}")

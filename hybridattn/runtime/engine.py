@@ -34,6 +34,11 @@ class Engine:
 
     After an error of a lane the engine is ``broken``: its requests have ended with that error, their blocks are back,
     and every further call raises it again. A new engine can be made in the same process.
+
+    Parameters
+    ----------
+    eos_ids : ids that end a request
+    on_broken : called once when the engine breaks, e.g. to end what planned for it
     """
 
     def __init__(
@@ -43,8 +48,10 @@ class Engine:
         policy: Policy,
         config: EngineConfig,
         eos_ids: frozenset[int] = frozenset(),
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
+        self.policy = policy
         self.config = config
         self.broken: HybridAttnError | None = None
         self.scheduler = Scheduler(config, policy, self._ended, can_move=hasattr(stages, "move"))
@@ -58,6 +65,7 @@ class Engine:
             on_release=lambda request: self.scheduler.released(request, device.now_ns()),
             any_leaving=lambda: self.scheduler.leaving > 0,
         )
+        self._on_broken = on_broken
         self._num_layers = stages.num_layers
         self._plans = type(policy).begin is not Policy.begin
         self._ended_requests: list[RequestRecord] = []
@@ -77,6 +85,8 @@ class Engine:
         *,
         request_id: str | None = None,
         arrival_ns: int | None = None,
+        session: str = "",
+        keep: bool = True,
     ) -> Request:
         """Queue a request.
 
@@ -88,6 +98,12 @@ class Engine:
             Output tokens at most, at least 1; cut to the room that ``max_model_len`` leaves (None: all of it).
         arrival_ns : int, optional
             When it arrives on the device's clock; default now.
+        session : str, optional
+            The conversation that this is a turn of. K,V of the turn before are found again for as many tokens as its
+            context and ``prompt`` (history included) have in common from the start.
+        keep : bool
+            With ``session``: keep K,V at the end, for the next turn; they rest on the CPU tier where that has room
+            (``EngineConfig.pause_tier``), and go as soon as a running request needs the blocks.
 
         Raises
         ------
@@ -115,6 +131,7 @@ class Engine:
         request = Request(
             name, self._count, prompt, room if max_tokens is None else min(room, max_tokens), params, when_ns
         )
+        request.session, request.keep = session, bool(session) and keep
         self.scheduler.refuse_impossible(request)
         if when_ns > now_ns:
             heapq.heappush(self._arrivals, (when_ns, request.index, request))
@@ -137,6 +154,30 @@ class Engine:
         heapq.heapify(self._arrivals)
         request.finish_reason, request.end_ns = "abort", max(request.arrival_ns, self.device.now_ns())
         self._ended(request)
+
+    def move(self, request_id: str, tier: str) -> bool:
+        """Move K,V of a decoding request to ``tier``, beside the passes; it decodes on there once they have arrived.
+
+        Policies move requests by themselves; this is for who wants to choose. False when nothing was begun: the id is
+        unknown, the prompt is under way, its row is in flight, or the tier has no room.
+        """
+        self._refuse_if_broken()
+        if tier not in self.policy.tiers:
+            raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {', '.join(self.policy.tiers)}")
+        request = self._requests.get(request_id)
+        move = self.scheduler.move(request, tier) if request is not None else None
+        if move is None:
+            return False
+        try:
+            self._begin(move)
+        except HybridAttnError as error:
+            self._fail(error)
+            raise
+        return True
+
+    def end_session(self, session: str) -> None:
+        """Forget the context of a session; unknown ones are ignored."""
+        self.scheduler.contexts.drop(session)
 
     @property
     def unfinished(self) -> int:
@@ -165,6 +206,8 @@ class Engine:
             raise
 
     def _step(self) -> list[Event]:
+        if self.scheduler.contexts and self.executor.moves:
+            self.executor.moves.arrive()  # while nothing ran, contexts came to rest
         now_ns = self.device.now_ns()
         while self._arrivals and self._arrivals[0][0] <= now_ns:
             self.scheduler.add(heapq.heappop(self._arrivals)[2])
@@ -180,7 +223,10 @@ class Engine:
         sampled = self.executor.run(plan.batch, plan.idle, view)
         if plan.batch is not None:
             self.scheduler.passed(plan.batch)
-        return [self._accept(s) for s in sampled]
+        events = [self._accept(s) for s in sampled]
+        for move in self.scheduler.park():
+            self._begin(move)
+        return events
 
     def _begin(self, move: Move) -> None:
         done = partial(self._moved, move)
@@ -272,6 +318,8 @@ class Engine:
     def _fail(self, error: HybridAttnError) -> None:
         """Nothing is in flight for us any more: every request ends with the error, every block goes back."""
         self.broken = error
+        self._on_broken()
+        self.scheduler.give_up_moves()
         now_ns = self.device.now_ns()
         for _, _, request in self._arrivals:
             request.finish_reason, request.error, request.end_ns = "error", str(error), max(request.arrival_ns, now_ns)

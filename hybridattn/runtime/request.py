@@ -17,6 +17,7 @@ class State(Enum):
     MOVING = "moving"  # its K,V is being copied to the other tier: no row of it runs
     LEAVING = "leaving"  # aborted or preempted while its CPU row is in flight: blocks are held until the ticket ends
     FINISHED = "finished"
+    PAUSED = "paused"  # finished, and keeps its K,V for the next turn of its session
 
 
 class DeclaredTokens:
@@ -58,6 +59,7 @@ class Request:
         "finish_reason",
         "in_flight",
         "index",
+        "keep",
         "max_tokens",
         "num_computed",
         "num_prompt",
@@ -66,6 +68,7 @@ class Request:
         "request_id",
         "requeue",
         "scheduled_ns",
+        "session",
         "state",
         "text",
         "tier",
@@ -91,6 +94,8 @@ class Request:
         self.arrival_ns = arrival_ns
         self.text: Any = None  # a TextStream where text is wanted
         self.events: Any = None  # a list where the caller collects events
+        self.session = ""  # whose context it takes up
+        self.keep = False  # its end leaves K,V behind for the session's next turn
         self.state = State.WAITING
         self.tier = GPU_TIER
         self.blocks: list[int] = []

@@ -15,16 +15,21 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, Batch, CpuRow, Seg
 from hybridattn.kv.blocks import BlockPool, blocks_for
 from hybridattn.policies.base import Policy, RequestView, TierView
 from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.contexts import Contexts
 from hybridattn.runtime.request import Request, State
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request whose K,V goes to the tier that it now names; ``blocks`` of the other tier are held until then."""
+    """A request whose K,V goes to the tier that it now names; ``blocks`` of the other tier are held until then.
+
+    ``then`` is what it does next: decode on, prefill what a session's turn adds to its context, or pause.
+    """
 
     request: Request
     blocks: tuple[int, ...]
     tokens: int
+    then: State = State.DECODE
 
     @property
     def source(self) -> str:
@@ -64,8 +69,11 @@ class Scheduler:
         self._decoding: list[Request] = []  # on the GPU tier
         self._idle: list[Request] = []  # on the CPU tier; those launched since the last pass are still in it
         self._page = config.page_size
+        self._can_move = can_move
         self._swaps = can_move and policy.swap_in_below is not None
         self._moves: list[Move] = []  # begun by this pass
+        self._under_way: list[Move] = []  # begun and not known to have arrived
+        self.contexts = Contexts(self.pools, config.page_size)
 
     @property
     def unfinished(self) -> int:
@@ -99,8 +107,12 @@ class Scheduler:
             self._leave(request)
             return
         (self.waiting if request.state is State.WAITING else self.running).remove(request)
-        self._give_back(request)
-        request.state = State.FINISHED
+        if request.keep and reason in ("stop", "length") and request.blocks:
+            self._leave_queues(request)
+            self.contexts.keep(request)
+        else:
+            self._give_back(request)
+            request.state = State.FINISHED
         self._on_end(request)
 
     def preempt(self, request: Request) -> None:
@@ -134,9 +146,12 @@ class Scheduler:
         request.requeue = False
         insort(self.waiting, request, key=_arrival)
 
-    def _give_back(self, request: Request) -> None:
+    def _leave_queues(self, request: Request) -> None:
         for queue in (self._prefilling, self._decoding, self._idle):
             _discard(queue, request)
+
+    def _give_back(self, request: Request) -> None:
+        self._leave_queues(request)
         if request.blocks:
             self.pools[request.tier].free(request.blocks)
         request.blocks = []
@@ -171,31 +186,91 @@ class Scheduler:
 
     def _swap_out(self, request: Request) -> bool:
         """Move a GPU request down instead of preempting it; False when the CPU tier has no room for it either."""
-        free = self.pools[CPU_TIER].num_free
-        if not self._swaps or request.state is not State.DECODE or blocks_for(request.num_tokens, self._page) > free:
+        need = blocks_for(request.num_tokens, self._page)
+        if not self._swaps or request.state is not State.DECODE or need > self._room(CPU_TIER):
             return False
         self._move(request, CPU_TIER)
         return True
 
+    def move(self, request: Request, tier: str) -> Move | None:
+        """Begin to move a request that decodes to ``tier`` now; None when it cannot: a row of it is in flight, its
+        prompt is under way, it is there already, or there is no room."""
+        if tier not in TIERS or not self._can_move or request.tier == tier:
+            return None
+        need = blocks_for(request.num_tokens, self._page)
+        if request.state is not State.DECODE or request.in_flight or need > self._room(tier):
+            return None
+        self._move(request, tier)
+        return self._moves.pop()
+
+    def park(self) -> tuple[Move, ...]:
+        """Contexts of sessions that have paused leave the GPU tier, as far as the CPU tier has room that is free."""
+        self._moves = []
+        if self.contexts and self._can_move and self.config.pause_tier == CPU_TIER:
+            for held in self.contexts.on_gpu():
+                if len(held.blocks) <= self.pools[CPU_TIER].num_free:
+                    self._move_context(held, CPU_TIER)
+        return tuple(self._moves)
+
     def _move(self, request: Request, tier: str) -> None:
         _discard(self._decoding if request.tier == GPU_TIER else self._idle, request)
         request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
-        self._moves.append(Move(request, tuple(request.blocks), request.num_computed))
+        blocks = tuple(request.blocks)
+        request.blocks = self._take(tier, blocks_for(request.num_tokens, self._page))
         request.tier = tier
-        request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self._page))
         request.state = State.MOVING
-        request.in_flight = True
+        self._begin(Move(request, blocks, request.num_computed))
+
+    def _move_context(self, held: Request, tier: str) -> None:
+        blocks = tuple(held.blocks)
+        held.blocks = self._take(tier, len(blocks))
+        held.tier = tier
+        self._begin(Move(held, blocks, held.num_computed, State.PAUSED))
+
+    def _begin(self, move: Move) -> None:
+        move.request.in_flight = True
+        self._moves.append(move)
+        self._under_way.append(move)
 
     def moved(self, move: Move, now_ns: int) -> None:
         """The K,V of a moving request has arrived."""
         request = move.request
+        self._under_way.remove(move)
         self.pools[move.source].free(list(move.blocks))
+        if move.then is State.PAUSED:
+            self.contexts.arrived(request)
+            return
         if request.state is State.LEAVING:
             self.released(request, now_ns)
             return
         request.in_flight = False
-        request.state = State.DECODE
-        insort(self._decoding if request.tier == GPU_TIER else self._idle, request, key=_arrival)
+        request.state = move.then
+        queue = self._decoding if request.tier == GPU_TIER else self._idle
+        insort(self._prefilling if move.then is State.PREFILL else queue, request, key=_arrival)
+
+    def give_up_moves(self) -> None:
+        """Nothing is in flight any more: blocks that were moved from go back, and every context is forgotten."""
+        for move in self._under_way:
+            self.pools[move.source].free(list(move.blocks))
+            if move.request.state is State.FINISHED:  # a context that was dropped on its way
+                self.contexts.arrived(move.request)
+        self._under_way.clear()
+        self.contexts.clear()
+
+    def held_by_moves(self, tier: str) -> list[int]:
+        """Blocks of a tier that moves under way still read from."""
+        return [b for m in self._under_way if m.source == tier for b in m.blocks]
+
+    def _room(self, tier: str) -> int:
+        """Blocks that are free, or that contexts of sessions would give up."""
+        return self.pools[tier].num_free + (self.contexts.reclaimable(tier) if self.contexts else 0)
+
+    def _take(self, tier: str, count: int) -> list[int]:
+        """``count`` blocks; contexts of sessions give theirs up where too few are free."""
+        pool = self.pools[tier]
+        while pool.num_free < count and self.contexts.evict(tier):
+            pass
+        return pool.allocate(count)
 
     def _idle_rows(self) -> tuple[CpuRow, ...]:
         """CPU rows that may be launched, oldest request first, as many as the policy wants to see."""
@@ -276,6 +351,10 @@ class Scheduler:
                 return False  # blocks are on their way back
             if any(m.source == request.tier for m in self._moves):
                 return False  # as above, once a move is through
+            if self.contexts.evict(request.tier):
+                continue
+            if any(m.source == request.tier and m.then is State.PAUSED for m in self._under_way):
+                return False
             victim = max((r for r in self.running if r.tier == request.tier and r.blocks), key=_arrival)
             if request.tier == GPU_TIER and self._swap_out(victim):
                 return False
@@ -291,12 +370,30 @@ class Scheduler:
                 budget -= self._chunk(request, budget, segments)
         while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
+            held = self.contexts.find(request.session)
+            if held is not None and held.in_flight:
+                break  # its context is on its way
             tier = self.policy.place(self._view(request), {t: self._tier_view(t) for t in TIERS})
-            if tier is None or (tier == CPU_TIER and request.num_tokens > budget and self._staging_taken(segments)):
+            if tier is None or (tier == CPU_TIER and self._must_wait_for_staging(request, held, budget, segments)):
+                break
+            if held is not None and not self._can_take_up(held, tier):
                 break
             self._admit(request, tier, now_ns)
-            budget -= self._chunk(request, budget, segments)
+            if request.state is State.PREFILL:
+                budget -= self._chunk(request, budget, segments)
         return segments
+
+    def _can_take_up(self, held: Request, tier: str) -> bool:
+        """False: the context first has to go down. A prompt that goes on from K,V on the CPU tier needs the staging
+        area, which is given to those who are admitted and not to those who arrive."""
+        if held.tier == tier:
+            return True
+        if not self._can_move:
+            self.contexts.drop(held.session)
+        elif tier == CPU_TIER:
+            self._move_context(held, tier)
+            return False
+        return True
 
     def _chunk(self, request: Request, budget: int, segments: list[Segment]) -> int:
         start = request.num_computed
@@ -304,6 +401,14 @@ class Scheduler:
         last = start + count == request.num_tokens
         segments.append(Segment(request, request.tier, start, count, samples=last, prefill=True))
         return count
+
+    def _must_wait_for_staging(
+        self, request: Request, held: Request | None, budget: int, segments: list[Segment]
+    ) -> bool:
+        if held is None:
+            return request.num_tokens > budget and self._staging_taken(segments)
+        pulled = any(s.tier == CPU_TIER and s.start > 0 for s in segments if s.prefill)  # in this very pass
+        return pulled or self._staging_taken(segments)
 
     def _staging_taken(self, segments: list[Segment]) -> bool:
         """A chunked CPU-tier prefill that goes on after this pass owns the staging area of earlier K,V."""
@@ -317,20 +422,35 @@ class Scheduler:
             )
         self.waiting.pop(0)
         request.tier = tier
-        request.blocks = self.pools[tier].allocate(blocks_for(request.num_tokens, self.config.page_size))
         request.state = State.PREFILL
+        self._give_blocks(request)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
         insort(self.running, request, key=_arrival)
-        insort(self._prefilling, request, key=_arrival)
+        if request.state is State.PREFILL:
+            insort(self._prefilling, request, key=_arrival)
+
+    def _give_blocks(self, request: Request) -> None:
+        """Pages of all known tokens; those of the session's context are taken up, or filled from the other tier."""
+        need, tier = blocks_for(request.num_tokens, self._page), request.tier
+        taken = self.contexts.take(request.session, request) if request.session else None
+        if taken is None:
+            request.blocks = self._take(tier, need)
+            return
+        held, request.num_computed = taken
+        if held.tier == tier:
+            request.blocks = held.blocks + self._take(tier, need - len(held.blocks))
+            return
+        request.blocks = self._take(tier, need)
+        request.state = State.MOVING
+        self._begin(Move(request, tuple(held.blocks), request.num_computed, State.PREFILL))
 
     def _view(self, request: Request) -> RequestView:
         page = self.config.page_size
         return RequestView(request.index, blocks_for(request.num_tokens, page), blocks_for(request.max_cached, page))
 
     def _tier_view(self, tier: str) -> TierView:
-        pool = self.pools[tier]
-        return TierView(pool.num_free, pool.num_blocks)
+        return TierView(self._room(tier), self.pools[tier].num_blocks)
 
 
 def _arrival(request: Request) -> tuple[int, int]:
