@@ -19,14 +19,13 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from cpu_kernels import WorkerPool
 from cpu_kernels.memory import available_bytes
-from hybridattn.core.device import Memory, Span, Ticket, check_after
-from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.device import Span, Ticket, check_after
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.devices.cores import CorePlan, plan_cores
 from hybridattn.devices.cuda_clock import GpuClock
@@ -35,13 +34,14 @@ from hybridattn.devices.cuda_spans import spans_of
 from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.handover import HandoverLane, why_no_host_call
+from hybridattn.devices.live import LiveDevice
 
 HANDOVERS = ("auto", "stream", "poll")
 _UNSEEN = 32
 _START_NS = 30_000_000_000  # longest wait for the idle card when the device opens
 
 
-class CudaDevice:
+class CudaDevice(LiveDevice):
     """Lanes on one CUDA card and this machine's CPU.
 
     Parameters
@@ -84,12 +84,9 @@ class CudaDevice:
         self.broken: BaseException | None = None
         if handover not in HANDOVERS:
             raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
-        self._memory = {"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}
-        self._reserved = {"gpu": 0, "cpu": 0}
-        self._record, self._close_timeout_s = record, close_timeout_s
-        self._closed = False
+        super().__init__({"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}, record)
+        self._close_timeout_s = close_timeout_s
         self._lock = threading.RLock()  # the lane's worker thread looks at tickets too
-        self._tickets: list[Any] = []  # since the last drain
         self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
         self._open: dict[str, deque[StreamTicket]] = {lane: deque() for lane in self._streams}
         self._pinned: list[int] = []
@@ -115,13 +112,10 @@ class CudaDevice:
     # -- the contract ------------------------------------------------------------------------------------------------
 
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket:
-        if self._closed:
-            raise DeviceError(f"{op.describe()} was submitted to a closed device")
+        self._refuse_if_closed(op)
         check_after(op, after)
         ticket = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
-        self._tickets.append(ticket)
-        if not self._record and len(self._tickets) > 4096:
-            self._tickets = [t for t in self._tickets if not t.done() or t.error is not None]
+        self._keep(ticket)
         self.pump()
         return ticket
 
@@ -157,51 +151,16 @@ class CudaDevice:
         runtime.enqueue(stream, ticket.execute)
         runtime.record(ticket.finished, stream)
 
-    def now_ns(self) -> int:
-        return time.perf_counter_ns()
-
     def sleep_until_ns(self, when_ns: int) -> None:
         while (left := when_ns - time.perf_counter_ns()) > 0:
             self.pump()
             time.sleep(min(left / 1e9, 0.001))
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
-        deadline = time.perf_counter_ns() + timeout_ns
-        while not any(t.done() for t in tickets):
-            if time.perf_counter_ns() > deadline:
-                named = ", ".join(t.op.describe() for t in tickets)
-                raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
-            tickets[0].block(0.0005)  # type: ignore[attr-defined]  # the lane is in order: the first is the likely one
-
-    def drain(self, timeout_ns: int) -> list[Span]:
-        deadline = time.perf_counter_ns() + timeout_ns
-        tickets, self._tickets = self._tickets, []
-        failed = None
-        for ticket in tickets:
-            while not ticket.done():
-                left = deadline - time.perf_counter_ns()
-                if left <= 0:
-                    raise StallError(f"{ticket.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-                ticket.block(left / 1e9)
-            if failed is None and ticket.error is not None:
-                failed = ticket
-        if failed is not None:
-            raise DeviceError(f"{failed.op.describe()} failed: {failed.error}") from failed.error
-        if not self._record:
-            return []
+    def _spans(self, tickets: list[Any]) -> list[Span]:
         self._clock.realign()
         spans = spans_of(tickets, self._clock.spread_ns)
         self._clock.restart()
         return spans
-
-    def memory(self, tier: str) -> Memory:
-        return Memory(self._memory[tier], self._memory[tier] - self._reserved[tier])
-
-    def reserve(self, tier: str, num_bytes: int, what: str) -> None:
-        free = self.memory(tier).free
-        if num_bytes > free:
-            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
-        self._reserved[tier] += num_bytes
 
     def close(self) -> None:
         if self._closed:

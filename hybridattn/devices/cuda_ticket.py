@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from hybridattn.core.deferred import Deferred
 from hybridattn.core.device import Ticket
-from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import NativeJob, Op
 from hybridattn.devices.cuda_runtime import Event
 from hybridattn.devices.lane import HostTicket
+from hybridattn.devices.live import await_end, raise_error_of
 
 _SPIN_NS = 1_000_000  # waits for the GPU are mostly shorter than a sleep's own error
 
@@ -39,6 +39,11 @@ def ready_of(after: tuple[Any, ...]) -> tuple[int, int]:
     """When the last of ``after`` ended, each clock for itself: (GPU time of stream ops, host time of the others)."""
     gpu = max((t.gpu_end_ns for t in after if isinstance(t, StreamTicket)), default=0)
     return gpu, max((t.end_ns for t in after if not isinstance(t, StreamTicket)), default=0)
+
+
+def on_the_host(ready: tuple[int, int], owner: Owner) -> int:
+    """What ``ready_of`` gave, as one time of the host's clock."""
+    return max(owner.host_ns(ready[0]) if ready[0] else 0, ready[1])
 
 
 class StreamTicket:
@@ -77,7 +82,7 @@ class StreamTicket:
     @property
     def ready_ns(self) -> int:
         """When the last ticket of ``after`` ended; valid once done."""
-        return max(self._owner.host_ns(self._ready[0]) if self._ready[0] else 0, self._ready[1])
+        return on_the_host(self._ready, self._owner)
 
     def execute(self) -> None:
         """Run the closure unless something it comes after has failed."""
@@ -108,14 +113,8 @@ class StreamTicket:
         self.ended = True
 
     def wait(self, timeout_ns: int) -> Any:
-        deadline = time.perf_counter_ns() + timeout_ns
-        while not self.done():
-            left = deadline - time.perf_counter_ns()
-            if left <= 0:
-                raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-            self.block(left / 1e9)
-        if self.failure is not None:
-            raise DeviceError(f"{self.op.describe()} failed: {self.failure}") from self.failure
+        await_end(self, timeout_ns)
+        raise_error_of(self)
         return self.result
 
     def block(self, seconds: float) -> None:
@@ -149,7 +148,7 @@ class HandoverTicket(HostTicket):
 
     @property
     def ready_ns(self) -> int:
-        return max(self._owner.host_ns(self._ready[0]) if self._ready[0] else 0, self._ready[1])
+        return on_the_host(self._ready, self._owner)
 
     @ready_ns.setter
     def ready_ns(self, when_ns: int) -> None:

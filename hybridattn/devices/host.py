@@ -13,24 +13,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
 
 import psutil
 import torch
 
 from cpu_kernels import WorkerPool
-from hybridattn.core.device import Memory, Span, Ticket, check_after
-from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.device import Span, Ticket, check_after
+from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.devices.cores import CorePlan, plan_cores
 from hybridattn.devices.cpu_lane import CpuLane
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.lane import HostTicket, LaneWorker
+from hybridattn.devices.live import LiveDevice
 
 _GPU_THREAD = f"hybridattn {GPU} x"  # followed by torch's thread count: what other devices of the process look for
 
 
-class HostDevice:
+class HostDevice(LiveDevice):
     """Lanes on this machine.
 
     Parameters
@@ -64,12 +64,8 @@ class HostDevice:
         total = {"gpu": free // 2 if gpu_memory_bytes is None else gpu_memory_bytes, "cpu": free}
         if total["gpu"] > free:
             raise InputError(f"gpu_memory_bytes {total['gpu']} exceeds the {free} bytes that are free on this machine")
-        self._memory = total
-        self._reserved = {"gpu": 0, "cpu": 0}
-        self._record = record
+        super().__init__(total, record)
         self._close_timeout_s = close_timeout_s
-        self._tickets: list[HostTicket] = []  # since the last drain
-        self._closed = False
         self._process = os.getpid()
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
         self._cpu = CpuLane(self.pool, self.cores.pool)
@@ -97,63 +93,34 @@ class HostDevice:
     # -- the contract ------------------------------------------------------------------------------------------------
 
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> HostTicket:
-        if self._closed:
-            raise DeviceError(f"{op.describe()} was submitted to a closed device")
+        self._refuse_if_closed(op)
         if os.getpid() != self._process:  # its threads did not come along
             raise DeviceError(f"{op.describe()} was submitted after a fork: open a device in the new process")
         check_after(op, after)
         ticket = HostTicket(op, after)
-        self._tickets.append(ticket)
-        if not self._record and len(self._tickets) > 4096:
-            self._forget()
+        self._keep(ticket)
         if op.lane == CPU:
             self._cpu.push(ticket)
         else:
             self._workers[op.lane].push(ticket)
         return ticket
 
-    def _forget(self) -> None:
-        """Without recording, keep only tickets that are unfinished or failed."""
-        self._tickets = [t for t in self._tickets if not t.done() or t.error is not None]
-
-    def now_ns(self) -> int:
-        return time.perf_counter_ns()
-
     def sleep_until_ns(self, when_ns: int) -> None:
         time.sleep(max(0, when_ns - time.perf_counter_ns()) / 1e9)
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
-        deadline = time.perf_counter_ns() + timeout_ns
-        while not any(t.done() for t in tickets):
-            if time.perf_counter_ns() > deadline:
-                named = ", ".join(t.op.describe() for t in tickets)
-                raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
-            tickets[0].block(0.0005)  # type: ignore[attr-defined]  # the lane is in order: the first is the likely one
-
-    def drain(self, timeout_ns: int) -> list[Span]:
-        deadline = time.perf_counter_ns() + timeout_ns
-        tickets, self._tickets = self._tickets, []
-        failed: HostTicket | None = None
-        for ticket in tickets:
-            while not ticket.done():
-                left = deadline - time.perf_counter_ns()
-                if left <= 0:
-                    raise StallError(f"{ticket.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-                ticket.block(left / 1e9)
-            if failed is None and ticket.error is not None:
-                failed = ticket
-        if failed is not None:
-            raise DeviceError(f"{failed.op.describe()} failed: {failed.error}") from failed.error
-        return _spans(tickets) if self._record else []
-
-    def memory(self, tier: str) -> Memory:
-        return Memory(self._memory[tier], self._memory[tier] - self._reserved[tier])
-
-    def reserve(self, tier: str, num_bytes: int, what: str) -> None:
-        free = self.memory(tier).free
-        if num_bytes > free:
-            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
-        self._reserved[tier] += num_bytes
+    def _spans(self, tickets: list[HostTicket]) -> list[Span]:
+        """Spans by start. Workers go on to the next job while the last chunks of the one before are still running, so a
+        cpu.attention span begins where the one before ended: its time is what the lane gave to it alone."""
+        spans = []
+        cpu_free = 0
+        for t in sorted(tickets, key=lambda t: t.end_ns):
+            start, end = t.start_ns, t.end_ns
+            if t.op.lane == CPU:
+                start = min(max(start, cpu_free), end)
+                cpu_free = end
+            work = t.op.work
+            spans.append(Span(t.op.lane, t.op.name, start, end, t.op.layer, work.rows, work.num_bytes, t.ready_ns))
+        return sorted(spans, key=lambda s: s.start_ns)
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._process:  # after a fork the lanes, and their locks, are the parent's
@@ -167,18 +134,3 @@ class HostDevice:
         for worker in self._workers.values():
             worker.join(max(0.0, deadline - time.perf_counter()))
         self._cpu.join(max(0.0, deadline - time.perf_counter()))
-
-
-def _spans(tickets: list[HostTicket]) -> list[Span]:
-    """Spans by start. Workers go on to the next job while the last chunks of the one before are still running, so a
-    cpu.attention span begins where the one before ended: its time is what the lane gave to it alone."""
-    spans = []
-    cpu_free = 0
-    for t in sorted(tickets, key=lambda t: t.end_ns):
-        start, end = t.start_ns, t.end_ns
-        if t.op.lane == CPU:
-            start = min(max(start, cpu_free), end)
-            cpu_free = end
-        work = t.op.work
-        spans.append(Span(t.op.lane, t.op.name, start, end, t.op.layer, work.rows, work.num_bytes, t.ready_ns))
-    return sorted(spans, key=lambda s: s.start_ns)

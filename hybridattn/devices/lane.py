@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridattn.core.device import Ticket
-from hybridattn.core.errors import DeviceError, StallError
+from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import NativeJob, Op
+from hybridattn.devices.live import await_end, raise_error_of
 
 _SLICE_S = 0.05  # how often a waiting lane looks whether its device was closed
 
@@ -66,14 +67,8 @@ class HostTicket:
         return self._end_ns if self.job is None else self.job.end_ns or 0
 
     def wait(self, timeout_ns: int) -> Any:
-        deadline = time.perf_counter_ns() + timeout_ns
-        while not self.done():
-            left = deadline - time.perf_counter_ns()
-            if left <= 0:
-                raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-            self.block(left / 1e9)
-        if self.error is not None:
-            raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
+        await_end(self, timeout_ns)
+        raise_error_of(self)
         return self.result
 
     def block(self, seconds: float) -> None:
