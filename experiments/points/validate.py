@@ -1,7 +1,7 @@
 """Our own error: steady decode on this machine against the simulator with this machine's profile.
 
-    measured     real stages, real lanes, the policy's own decisions, pass by pass
-    simulated    the same rows, policy and executor on `sim`, priced by what `hybridattn calibrate` wrote
+measured     real stages, real lanes, the policy's own decisions, pass by pass
+simulated    the same rows, policy and executor on `sim`, priced by what `hybridattn calibrate` wrote
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ profile's tables.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridattn.calibration.samples import Timed
-from hybridattn.core.op import Op
+from hybridattn.core.op import CPU, H2D, Op
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import SyncOffload
@@ -25,6 +25,7 @@ ROWS, CONTEXTS, CHUNKS = (1, 2, 4, 8, 16), (64, 256, 512), (32, 128, 256)
 WARM = 1
 PAGE, MODEL, DTYPE = 32, "smollm2-135m", "fp32"
 TIMEOUT_NS = 60_000_000_000
+Seen = tuple[Op, Any, tuple[Any, ...], int]  # op, its ticket, what it came after, when it was submitted
 
 
 class Bench:
@@ -41,7 +42,7 @@ class Bench:
         self.stages = stages(loaded, self.device, self.config, dtype, "native")
         self.shape, self.dtype = loaded.config.shape, dtype
         self._submit = self.device.submit
-        self._seen: list[tuple[Op, Any]] = []
+        self._seen: list[Seen] = []
 
     def __enter__(self) -> Bench:
         return self
@@ -95,9 +96,26 @@ class Bench:
             self.device.drain(TIMEOUT_NS)
         finally:
             self.device.submit = self._submit
-        return [Timed(op.lane, op.layer, op.work, max(1, t.end_ns - t.start_ns)) for op, t in self._seen]
+        return timed_of(self._seen)
 
     def _spy(self, op: Op, after: tuple[Any, ...] = ()) -> Any:
+        submitted_ns = self.device.now_ns()
         ticket = self._submit(op, after)
-        self._seen.append((op, ticket))
+        self._seen.append((op, ticket, after, submitted_ns))
         return ticket
+
+
+def timed_of(seen: Sequence[Seen]) -> list[Timed]:
+    """What ran, in order of submission, with how late each op began after it could have."""
+    lane_free: dict[str, int] = {}
+    woke: dict[int, int] = {}
+    for op, _, after, submitted_ns in seen:
+        if op.lane == H2D and len(after) == 1 and after[0].op.lane == CPU:  # the driver waited for this attention
+            woke[id(after[0])] = submitted_ns - after[0].end_ns
+    timed = []
+    for op, ticket, after, submitted_ns in seen:
+        ready_ns = max([submitted_ns, lane_free.get(op.lane, 0), *(t.end_ns for t in after)])
+        took_ns = max(1, ticket.end_ns - ticket.start_ns)
+        timed.append(Timed(op.lane, op.layer, op.work, took_ns, ticket.start_ns - ready_ns, woke.get(id(ticket))))
+        lane_free[op.lane] = ticket.end_ns
+    return timed

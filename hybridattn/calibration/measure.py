@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridattn.calibration.bench import CHUNKS, CONTEXTS, ROWS, TIMEOUT_NS, Bench
-from hybridattn.calibration.samples import AXES, samples_of, thinned
+from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
 from hybridattn.core.op import CPU, GPU, Op, Work
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import measured_machine
@@ -22,7 +22,7 @@ PASSES = 3
 
 
 def driver_costs(bench: Bench) -> dict[str, Quantity]:
-    """What a submission, a poll and an empty op cost the driver."""
+    """What a submission and a poll cost the driver, and an empty op from submission to its waiting driver."""
     device, count = bench.device, 300
     op = Op("empty", GPU, Work("other", 0.0, 0, 1), lambda: None)
     start = time.perf_counter_ns()
@@ -44,18 +44,31 @@ def driver_costs(bench: Bench) -> dict[str, Quantity]:
     }
 
 
+def handover_costs(timed: Sequence[Timed]) -> dict[str, Quantity]:
+    """How late ops begin on each lane, and how late a waiting driver goes on, in passes of blocking offload."""
+    source = "median over the ops of decode passes"
+    return {
+        name if name == "wake" else f"handover.{name}": Quantity(max(1.0, ns), "ns", "measured", source)
+        for name, ns in handovers(timed).items()
+    }
+
+
 def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
     """Measure every table of the profile."""
     samples: list[Sample] = []
+    decodes: list[Timed] = []
+    samples += samples_of(bench.passes(1, 0, CONTEXTS[0], PASSES))  # linear stages of a single row
     steps = [(rows, context) for context in CONTEXTS for rows in ROWS]
     for i, (rows, context) in enumerate(steps, start=1):
         show(f"{i}/{len(steps) + len(CHUNKS)} {rows} rows of {context} keys on each tier")
-        samples += samples_of(bench.passes(rows, rows, context, PASSES))
+        timed = bench.passes(rows, rows, context, PASSES)
+        samples += samples_of(timed)
+        decodes += timed
     for i, chunk in enumerate(CHUNKS, start=len(steps) + 1):
         show(f"{i}/{len(steps) + len(CHUNKS)} a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
     build = {name: importlib.import_module(name).__version__ for name in ("torch", "llvmlite")}
-    costs = driver_costs(bench)
+    costs = driver_costs(bench) | handover_costs(decodes)
     return measured_profile(
         "this-machine", bench.device.profile, bench.shape.name, bench.dtype, thinned(samples), AXES, build, costs
     )

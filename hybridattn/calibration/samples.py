@@ -24,12 +24,18 @@ AXES = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An op that ran: its lane, its work, and how long it took."""
+    """An op that ran: its lane, its work, how long it took, and how late it began.
+
+    ``late_ns`` counts from when it could have begun: submitted, all that it comes after ended, its lane free.
+    ``woke_ns`` is how long after its end the driver, which waited for it, went on (None: it did not wait for it).
+    """
 
     lane: str
     layer: int
     work: Work
     took_ns: int
+    late_ns: int = 0
+    woke_ns: int | None = None
 
 
 def samples_of(timed: Sequence[Timed]) -> list[Sample]:
@@ -57,3 +63,16 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
     for s in samples:
         groups.setdefault((s.lane, s.kind, s.rows, s.kv_tokens, s.flops, s.num_bytes), []).append(s)
     return [replace(g[0], took_ns=round(statistics.median(s.took_ns for s in g))) for g in groups.values()]
+
+
+def handovers(timed: Sequence[Timed]) -> dict[str, int]:
+    """How late ops begin on each lane [ns], and how late a waiting driver goes on (``wake``): medians.
+
+    A lane is a thread that has to be woken, or runs Python between two ops; none of it is part of any op's own time.
+    """
+    late: dict[str, list[int]] = {}
+    for t in timed:
+        late.setdefault(t.lane, []).append(max(0, t.late_ns))
+    found = {lane: round(statistics.median(values)) for lane, values in late.items()}
+    woke = [t.woke_ns for t in timed if t.woke_ns is not None]
+    return found | {"wake": round(statistics.median(woke)) if woke else 0}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from typing import Any
 
 from hybridattn.core.errors import InputError
-from hybridattn.core.op import CPU, D2H, GPU, H2D
+from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
 from hybridattn.cost.correction import Correction
 from hybridattn.cost.pricing import PriceModel, Pricing
 from hybridattn.cost.profile import Profile, check_machine, load_profile
@@ -63,6 +64,13 @@ def machine(
     shared = dram_contention(parts["cpu"], parts["link"])
     pairs = [(CPU, D2H), (CPU, H2D), (D2H, CPU), (H2D, CPU)] if shared > 1 else []
     return Pricing(name, f"{name}@{digest}", models, dict.fromkeys(pairs, shared), correction)
+
+
+def driver_of(profile: Profile) -> dict[str, Any]:
+    """What the driver and the lanes' threads of a measured machine cost, as ``SimDevice`` takes it."""
+    handover = {lane: round(profile.value(f"handover.{lane}")) for lane in LANES}
+    costs = {f"{name}_ns": round(profile.value(name)) for name in ("submit", "poll", "wake")}
+    return {**costs, "handover_ns": handover}
 
 
 def measured_machine(

@@ -17,7 +17,7 @@ of its time. What is already on a lane is not slowed down by what comes later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridattn.core.device import Memory, Span, Ticket, check_after
@@ -56,7 +56,7 @@ class SimTicket:
             if self.end_ns > device.clock_ns + timeout_ns:
                 device.advance(device.clock_ns + timeout_ns)
                 raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-            device.advance(self.end_ns)
+            device.advance(self.end_ns + device.wake_ns)
         if self.error is not None:
             raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
         return self.result
@@ -95,6 +95,11 @@ class SimDevice:
         Keep spans for ``drain``; off, memory stays flat over millions of ops.
     submit_ns, poll_ns : int
         What a submission and a poll cost the driver, on the virtual clock.
+    wake_ns : int
+        How long after the end of an op a driver that waited for it goes on.
+    handover_ns : dict of lane to int, optional
+        How late an op of that lane begins, once it was submitted, what it comes after has ended and the lane is free:
+        lanes that are threads have to be woken.
     memory_bytes : dict, optional
         Bytes of the ``gpu`` and ``cpu`` tier; unlimited where absent.
     """
@@ -109,6 +114,8 @@ class SimDevice:
         record: bool = True,
         submit_ns: int = 0,
         poll_ns: int = 0,
+        wake_ns: int = 0,
+        handover_ns: Mapping[str, int] | None = None,
         memory_bytes: dict[str, int] | None = None,
         name: str = "sim",
         profile: str = "unnamed",
@@ -125,7 +132,10 @@ class SimDevice:
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
-        self.resolves = not execute and not record  # nobody looks at single ops: equal layers may pass in one step
+        self.wake_ns = wake_ns
+        self._handover_ns = dict.fromkeys(LANES, 0) | dict(handover_ns or {})
+        hidden = not wake_ns and not any(self._handover_ns.values())
+        self.resolves = hidden and not execute and not record  # nobody looks at single ops: layers may pass in one step
         self._free_ns = dict.fromkeys(LANES, 0)
         self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
         self._to_run: list[tuple[int, RunTicket, tuple[Ticket, ...]]] = []  # (sequence, ticket, after)
@@ -154,6 +164,7 @@ class SimDevice:
             start = self._free_ns[lane]
             if start < ready:
                 start = ready
+            start += self._handover_ns[lane]
             price = self._price(op) if lane not in self._partners else self._shared_price(op, lane, start)
             if price < 0:
                 raise InputError(f"{op.describe()} has the negative price {price} ns")
@@ -256,7 +267,8 @@ class SimDevice:
             self.advance(self.clock_ns + timeout_ns)
             named = ", ".join(t.op.describe() for t in tickets)
             raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
-        self.sleep_until_ns(end)
+        if end > self.clock_ns:
+            self.advance(end + self.wake_ns)
 
     def drain(self, timeout_ns: int) -> list[Span]:
         end = max(self._free_ns.values())
@@ -326,7 +338,7 @@ class SimDevice:
             overtaken = [t for t in self._queued_skipped if t.start_ns > not_before]
             self._queued_skipped = overtaken  # what stays before this op may not be moved past it by a later one
         free = overtaken[0].lane_free_ns if overtaken else self._free_ns[CPU]
-        start = free if free > ready else ready
+        start = (free if free > ready else ready) + self._handover_ns[CPU]
         price = self._price(op) if CPU not in self._partners else self._shared_price(op, CPU, start)
         if price < 0:
             raise InputError(f"{op.describe()} has the negative price {price} ns")
@@ -335,7 +347,7 @@ class SimDevice:
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
-            t.start_ns = max(at, t.ready_ns)
+            t.start_ns = max(at, t.ready_ns) + self._handover_ns[CPU]
             at = t.end_ns = t.start_ns + length
         self._free_ns[CPU] = at
         if op.priority != WAITED:

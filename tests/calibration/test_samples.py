@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from hybridattn.calibration.samples import AXES, Timed, samples_of, thinned
-from hybridattn.core.op import CPU, D2H, GPU, H2D
+from hybridattn.calibration.bench import timed_of
+from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import measured_machine
@@ -74,3 +75,33 @@ def test_each_point_is_one_sample_the_median_of_its_measurements():
 def test_held_out_errors_of_a_linear_machine_are_small():
     errors = profile().held_out_error
     assert errors["gpu.compute/linear"] < 0.01 and errors["cpu.attention/decode_attention"] < 0.01
+
+
+def test_handovers_are_medians_of_how_late_ops_begin_on_each_lane():
+    work = COST.send(1)
+    timed = [Timed(D2H, 0, work, 10, late_ns) for late_ns in (5, 100, 7)]
+    timed += [Timed(CPU, 0, work, 10, 40, woke_ns) for woke_ns in (30, 20, 90)]
+    timed += [Timed(GPU, 0, work, 10, -3)]  # began before its submission returned: not late
+    assert handovers(timed) == {D2H: 7, CPU: 40, GPU: 0, "wake": 30}
+
+
+def test_an_op_is_late_by_what_passes_after_submission_lane_and_predecessors():
+    class Ticket:
+        def __init__(self, op, start_ns, end_ns):
+            self.op, self.start_ns, self.end_ns = op, start_ns, end_ns
+
+    def op(lane):
+        return Op("x", lane, COST.send(1))
+
+    down, cpu, up = op(D2H), op(CPU), op(H2D)
+    first, second = Ticket(down, 12, 20), Ticket(down, 21, 30)
+    attended, fetched = Ticket(cpu, 37, 60), Ticket(up, 80, 85)
+    seen = [
+        (down, first, (), 10),
+        (down, second, (), 11),
+        (cpu, attended, (second,), 12),
+        (up, fetched, (attended,), 72),
+    ]
+    timed = timed_of(seen)
+    assert [t.late_ns for t in timed] == [2, 1, 7, 8]  # submitted, lane, predecessor, submitted
+    assert [t.woke_ns for t in timed] == [None, None, 12, None]

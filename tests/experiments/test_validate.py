@@ -6,7 +6,7 @@ import pytest
 
 from experiments.run import main
 from hybridattn.calibration.bench import Bench
-from hybridattn.calibration.measure import driver_costs
+from hybridattn.calibration.measure import driver_costs, handover_costs
 from hybridattn.calibration.samples import AXES, samples_of, thinned
 from hybridattn.cost.profile import measured_profile, save_profile
 from hybridattn.devices.fingerprint import fingerprint
@@ -19,12 +19,13 @@ SHRUNK += ["settings.context=64", "settings.warmup=1", "settings.passes=2"]
 def profile(tmp_path_factory):
     """The profile of this machine from as few points as its tables can be made of."""
     with Bench(most_rows=8) as bench:
-        samples = []
+        timed = []
         for rows, context in ((1, 64), (4, 64), (1, 128), (4, 128)):
-            samples += samples_of(bench.passes(rows, rows, context, 1))
+            timed += bench.passes(rows, rows, context, 1)
+        samples = samples_of(timed)
         for chunk in (32, 64):
             samples += samples_of(bench.prompts(chunk, 1))
-        name, dtype, costs = bench.shape.name, bench.dtype, driver_costs(bench)
+        name, dtype, costs = bench.shape.name, bench.dtype, driver_costs(bench) | handover_costs(timed)
     path = tmp_path_factory.mktemp("profile") / "here.json"
     save_profile(measured_profile("here", fingerprint(), name, dtype, thinned(samples), AXES, {}, costs), path)
     return path
