@@ -51,6 +51,11 @@ class CacheShape:
         return self.page_size.bit_length() - 1
 
     @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements from page to page and from head to head, of the cache and then of its scales."""
+        return self.stride, self.stride_head, self.num_kv_heads * self.page_size, self.page_size
+
+    @property
     def num_slots(self) -> int:
         return self.num_pages * self.page_size
 
@@ -94,6 +99,11 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
         refuse(name, f"data starts {tensor.data_ptr() % 16} bytes past a 16-byte boundary")
 
 
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        refuse(name, f"strides {tensor.stride()} are not those of a contiguous tensor")
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
@@ -132,8 +142,7 @@ def check_scales(
     shape = (cache.num_pages, cache.num_kv_heads, cache.page_size)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_tensor(name, scale, shape, (torch.float32,), cache.device)
-        if not scale.is_contiguous():
-            refuse(name, f"strides {scale.stride()} are not those of a contiguous tensor")
+        check_contiguous(name, scale)
     return k_scale, v_scale
 
 

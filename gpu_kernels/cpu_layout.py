@@ -15,7 +15,16 @@ import torch
 
 from gpu_kernels.bodies import pack as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import CacheShape, cache_shape, check_aligned, check_scales, check_tensor, refuse
+from gpu_kernels.checks import (
+    CacheShape,
+    cache_shape,
+    check_aligned,
+    check_contiguous,
+    check_scales,
+    check_tensor,
+    first_where,
+    refuse,
+)
 from gpu_kernels.config import pack_config
 from gpu_kernels.launch import launch
 
@@ -134,8 +143,7 @@ def _move(
         _check_pages(page_ids, cache.num_pages)
     check_tensor(name, blocks, (page_ids.shape[0], cache.num_kv_heads, shape.head_bytes), (torch.uint8,), cache.device)
     check_aligned(name, blocks)
-    if not blocks.is_contiguous():
-        refuse(name, f"strides {blocks.stride()} are not those of a contiguous tensor")
+    check_contiguous(name, blocks)
     share, word, element = _WORDS[cache.dtype]
     k, v, flat = k_cache.view(word), v_cache.view(element), blocks.view(-1).view(word)
     scales = check_scales(cache, k_scale, v_scale)
@@ -151,7 +159,6 @@ def _move(
 
 def _check_pages(page_ids: torch.Tensor, num_pages: int) -> None:
     host = page_ids.detach().cpu()
-    bad = ((host < 0) | (host >= num_pages)).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        refuse("page_ids", f"row {row} names page {int(host[row])}, there are {num_pages} pages")
+    bad = first_where((host < 0) | (host >= num_pages))
+    if bad:
+        refuse("page_ids", f"row {bad[0]} names page {int(host[bad])}, there are {num_pages} pages")

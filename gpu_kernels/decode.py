@@ -11,18 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_kernels.attention import Attention, attention_over
 from gpu_kernels.bodies import decode as bodies
-from gpu_kernels.capability import Capability, capability_of
 from gpu_kernels.checks import (
-    CacheShape,
-    cache_shape,
     ceil_div,
     check_lengths,
-    check_rows,
-    check_scalars,
-    check_scales,
     check_table,
-    check_tensor,
     first_keys_of,
     host_integers,
     owners,
@@ -30,7 +24,7 @@ from gpu_kernels.checks import (
     refuse,
     upload,
 )
-from gpu_kernels.config import DTYPES, SPLIT_MULTIPLE, Config, combine_config, decode_config
+from gpu_kernels.config import SPLIT_MULTIPLE, Config, combine_config, decode_config
 from gpu_kernels.launch import launch
 
 DEFAULT_SPLIT_TOKENS = 512
@@ -40,23 +34,16 @@ DEFAULT_SPLIT_TOKENS = 512
 class DecodePlan:
     """What a batch's decode attention does, the same for every layer of equal cache geometry. Made by `plan_decode`."""
 
-    cache: CacheShape
+    attention: Attention
     config: Config
-    q_dtype: torch.dtype
     num_seqs: int
-    num_q_heads: int
     num_parts: int
-    sm_scale: float
-    window_left: int
-    logits_soft_cap: float
     split_tokens: int
     item_seq: torch.Tensor
     item_split: torch.Tensor
     part_start: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    alibi_slopes: torch.Tensor
-    sinks: torch.Tensor
     no_sinks: torch.Tensor
 
     def __post_init__(self) -> None:
@@ -71,12 +58,12 @@ class DecodePlan:
     @property
     def workspace_size(self) -> int:
         """Elements of float32 workspace that `run` needs."""
-        head_dim = self.cache.head_dim
-        return 0 if self.direct else self.num_parts * self.num_q_heads * (head_dim + 1)
+        attention = self.attention
+        return 0 if self.direct else self.num_parts * attention.num_q_heads * (attention.cache.head_dim + 1)
 
     def make_workspace(self) -> torch.Tensor:
         """A workspace for `run`; runs that may overlap need one each."""
-        return torch.empty(self.workspace_size, dtype=torch.float32, device=self.cache.device)
+        return torch.empty(self.workspace_size, dtype=torch.float32, device=self.attention.cache.device)
 
     def run(
         self,
@@ -116,19 +103,11 @@ class DecodePlan:
         ValueError
             where a tensor does not fit the plan.
         """
-        device, head_dim = self.cache.device, self.cache.head_dim
-        shape = (self.num_seqs, self.num_q_heads, head_dim)
-        self.cache.check(k_cache, v_cache)
-        scales = check_scales(self.cache, k_scale, v_scale)
-        check_rows("q", q, shape, (self.q_dtype,), device)
-        if out is None:
-            out = torch.empty(shape, dtype=self.q_dtype, device=device)
-        check_rows("out", out, shape, (self.q_dtype, torch.float32), device)
-        if lse is None:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
-        check_tensor("lse", lse, shape[:2], (torch.float32,), device)
+        attention = self.attention
+        scales = attention.check(q, k_cache, v_cache, self.num_seqs, k_scale, v_scale)
+        out, lse = attention.results(self.num_seqs, out, lse, torch.float32)
         if self.direct:
-            self._attend(q, k_cache, v_cache, scales, self.sinks, out, lse)
+            self._attend(q, k_cache, v_cache, scales, attention.sinks, out, lse)
         else:
             parts, part_lse = self._parts(workspace)
             self._attend(q, k_cache, v_cache, scales, self.no_sinks, parts, part_lse)
@@ -140,44 +119,42 @@ class DecodePlan:
             workspace = self.make_workspace()
         if workspace.dtype is not torch.float32 or not workspace.is_contiguous():
             refuse("workspace", f"{workspace.dtype}, strides {workspace.stride()}: contiguous float32 is needed")
-        if workspace.numel() < self.workspace_size or workspace.device != self.cache.device:
+        cache, rows = self.attention.cache, (self.num_parts, self.attention.num_q_heads)
+        if workspace.numel() < self.workspace_size or workspace.device != cache.device:
             refuse(
                 "workspace",
                 f"{workspace.numel()} elements on {workspace.device}; needed are {self.workspace_size} on "
-                f"{self.cache.device}",
+                f"{cache.device}",
             )
-        flat = workspace.view(-1)
-        cut = self.num_parts * self.num_q_heads * self.cache.head_dim
-        parts = flat[:cut].view(self.num_parts, self.num_q_heads, self.cache.head_dim)
-        return parts, flat[cut : self.workspace_size].view(self.num_parts, self.num_q_heads)
+        flat, cut = workspace.view(-1), rows[0] * rows[1] * cache.head_dim
+        return flat[:cut].view(*rows, cache.head_dim), flat[cut : self.workspace_size].view(rows)
 
     def _attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        scales: tuple[torch.Tensor, torch.Tensor] | None,
+        scales: tuple[torch.Tensor, torch.Tensor],
         sinks: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        cache, group = self.cache, self.num_q_heads // self.cache.num_kv_heads
-        k_scale, v_scale = scales or (self.sinks, self.sinks)  # a float32 pointer that is not followed
-        grid = (self.num_parts, cache.num_kv_heads, -(-group // self.config.constants["BLOCK_G"]))
+        attention, cache = self.attention, self.attention.cache
+        grid = (self.num_parts, cache.num_kv_heads, -(-attention.group // self.config.constants["BLOCK_G"]))
         launch(
             bodies.attend_split, grid, self.config, cache.device,
-            q, k_cache, v_cache, k_scale, v_scale, self.alibi_slopes, sinks, self.item_seq, self.item_split,
-            self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), cache.stride, cache.stride_head,
-            cache.num_kv_heads * cache.page_size, cache.page_size, out.stride(0), out.stride(1), lse.stride(0),
-            self.block_table.stride(0), self.sm_scale, self.logits_soft_cap, self.window_left, group, cache.head_dim,
-            cache.page_shift, self.split_tokens,
+            q, k_cache, v_cache, *scales, attention.alibi_slopes, sinks, self.item_seq, self.item_split,
+            self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides, out.stride(0),
+            out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale, attention.logits_soft_cap,
+            attention.window_left, attention.group, cache.head_dim, cache.page_shift, self.split_tokens,
         )  # fmt: skip
 
     def _combine(self, parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        num_heads, head_dim, device = out.shape[1], out.shape[2], out.device
         launch(
-            bodies.combine, (self.num_seqs, self.num_q_heads), combine_config(self.cache.head_dim), self.cache.device,
-            parts, part_lse, self.part_start, self.sinks, out, lse, out.stride(0), out.stride(1), lse.stride(0),
-            self.num_q_heads, self.cache.head_dim,
+            bodies.combine, (self.num_seqs, num_heads), combine_config(head_dim), device,
+            parts, part_lse, self.part_start, self.attention.sinks, out, lse, out.stride(0), out.stride(1),
+            lse.stride(0), num_heads, head_dim,
         )  # fmt: skip
 
 
@@ -225,12 +202,10 @@ def plan_decode(
     ValueError
         one sentence that names the argument, the sequence and the numbers.
     """
-    cache = cache_shape(k_cache, v_cache)
-    capability = capability_of(cache.device)
-    dtype = q_dtype or (capability.half if cache.quantised else cache.dtype)
-    scale = cache.head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    check_query_dtype(dtype, cache, capability)
-    check_scalars(num_q_heads, cache.num_kv_heads, scale, window_left, logits_soft_cap)
+    attention = attention_over(
+        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, window_left, logits_soft_cap, alibi_slopes, sinks
+    )
+    cache = attention.cache
     if split_tokens < SPLIT_MULTIPLE or split_tokens % SPLIT_MULTIPLE:
         refuse("split_tokens", f"{split_tokens} is not a positive multiple of {SPLIT_MULTIPLE}")
     table = host_integers("block_table", block_table, torch.int32, 2)
@@ -240,36 +215,22 @@ def plan_decode(
     check_table(table, lens, first_keys, cache)
     item_seq, item_split, part_start = _work(lens, first_keys, split_tokens)
     item_seq, item_split, part_start, table, lens = upload(cache.device, item_seq, item_split, part_start, table, lens)
-    extras, group = logits_soft_cap > 0.0 or alibi_slopes is not None, num_q_heads // cache.num_kv_heads
+    config = decode_config(
+        attention.q_dtype, cache.quantised, attention.extras, attention.group, cache.head_dim, attention.capability
+    )
     return DecodePlan(
-        cache=cache,
-        config=decode_config(dtype, cache.quantised, extras, group, cache.head_dim, capability),
-        q_dtype=dtype,
+        attention=attention,
+        config=config,
         num_seqs=len(lens),
-        num_q_heads=num_q_heads,
         num_parts=len(item_seq),
-        sm_scale=scale,
-        window_left=window_left,
-        logits_soft_cap=float(logits_soft_cap),
         split_tokens=split_tokens,
         item_seq=item_seq,
         item_split=item_split,
         part_start=part_start,
         block_table=table,
         seq_lens=lens,
-        alibi_slopes=per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
-        sinks=per_head("sinks", sinks, num_q_heads, -math.inf, cache.device),
         no_sinks=per_head("sinks", None, num_q_heads, -math.inf, cache.device),
     )
-
-
-def check_query_dtype(dtype: torch.dtype, cache: CacheShape, capability: Capability) -> None:
-    """Queries have the cache's dtype, or any float type beside an int8 cache."""
-    if dtype not in DTYPES:
-        refuse("q_dtype", f"{dtype} is not supported; use float32, float16 or bfloat16")
-    if not cache.quantised and dtype is not cache.dtype:
-        refuse("q_dtype", f"{dtype} does not match the cache's {cache.dtype}")
-    capability.refuse_dtype("q_dtype", dtype)
 
 
 def _work(

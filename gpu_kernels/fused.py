@@ -4,7 +4,7 @@ import torch
 
 from gpu_kernels.bodies import fused as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import check_rows, check_tensor, refuse
+from gpu_kernels.checks import check_contiguous, check_rows, check_tensor, first_where, refuse
 from gpu_kernels.config import DTYPES, MAX_HIDDEN, rms_norm_config, rope_config, silu_mul_config
 from gpu_kernels.launch import launch
 
@@ -102,8 +102,7 @@ def rope(
         refuse("cos", f"{half} columns rotate {2 * half} of a head's {head_dim}; at most those and 256 are possible")
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, tuple(cos.shape), (torch.float32,), device)
-        if not table.is_contiguous():
-            refuse(name, f"strides {table.stride()} are not those of a contiguous tensor")
+        check_contiguous(name, table)
     check_tensor("positions", positions, (tokens,), (torch.int32, torch.int64), device)
     if check_ids:
         _check_positions(positions, cos.shape[0])
@@ -117,10 +116,9 @@ def rope(
 
 def _check_positions(positions: torch.Tensor, limit: int) -> None:
     host = positions.detach().cpu()
-    bad = ((host < 0) | (host >= limit)).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        refuse("positions", f"row {row} is at position {int(host[row])}, the table goes from 0 to {limit - 1}")
+    bad = first_where((host < 0) | (host >= limit))
+    if bad:
+        refuse("positions", f"row {bad[0]} is at position {int(host[bad])}, the table goes from 0 to {limit - 1}")
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from gpu_kernels.bodies import cache as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import CacheShape, cache_shape, check_rows, check_scales, check_tensor, refuse
+from gpu_kernels.checks import CacheShape, cache_shape, check_rows, check_scales, check_tensor, first_where, refuse
 from gpu_kernels.config import DTYPES, append_config
 from gpu_kernels.launch import launch
 
@@ -59,24 +59,22 @@ def append_kv(
     launch(
         bodies.append, grid, config, cache.device,
         k, v, slot_mapping, k_cache, v_cache, *scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cache.stride, cache.stride_head, cache.num_kv_heads * cache.page_size, cache.page_size, cache.num_kv_heads,
-        cache.head_dim, cache.page_shift,
+        *cache.strides, cache.num_kv_heads, cache.head_dim, cache.page_shift,
     )  # fmt: skip
 
 
 def check_slots(slot_mapping: torch.Tensor, cache: CacheShape) -> None:
     """Refuse slots out of range, and a slot that two rows would write at once."""
     slots = slot_mapping.detach().cpu()
-    bad = ((slots < -1) | (slots >= cache.num_slots)).nonzero()
-    if len(bad):
-        row = int(bad[0])
+    bad = first_where((slots < -1) | (slots >= cache.num_slots))
+    if bad:
         refuse(
             "slot_mapping",
-            f"row {row} names slot {int(slots[row])}; slots go from 0 to {cache.num_slots - 1}, and -1 skips a row",
+            f"row {bad[0]} names slot {int(slots[bad])}; slots go from 0 to {cache.num_slots - 1}, and -1 skips a row",
         )
     used, counts = slots[slots >= 0].unique(return_counts=True)
-    twice = (counts > 1).nonzero()
-    if len(twice):
-        slot = int(used[twice[0]])
+    twice = first_where(counts > 1)
+    if twice:
+        slot = int(used[twice])
         rows = (slots == slot).nonzero().flatten().tolist()
         refuse("slot_mapping", f"slot {slot} is named by rows {rows}; a slot may be written once per call")

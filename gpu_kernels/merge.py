@@ -6,7 +6,7 @@ import torch
 
 from gpu_kernels.bodies import merge as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import check_head_dim, check_rows, check_tensor, refuse
+from gpu_kernels.checks import check_contiguous, check_head_dim, check_rows, check_tensor, refuse
 from gpu_kernels.config import DTYPES, merge_config
 from gpu_kernels.launch import launch
 
@@ -51,8 +51,7 @@ def merge_state(
         check_rows(name, tensor, shape, DTYPES if name == "out_a" else (out_a.dtype,), device)
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         check_tensor(name, tensor, shape[:2], (torch.float32,), device)
-        if not tensor.is_contiguous():
-            refuse(name, f"strides {tensor.stride()} are not those of a contiguous tensor")
+        check_contiguous(name, tensor)
     capability.refuse_dtype("out_a", out_a.dtype)
     config, rows = merge_config(shape[2]), shape[0] * shape[1]
     launch(

@@ -1,32 +1,23 @@
 """Prefill attention over paged keys: variable lengths, chunks, causal or not, window."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from gpu_kernels.attention import Attention, attention_over
 from gpu_kernels.bodies import prefill as bodies
-from gpu_kernels.capability import capability_of
 from gpu_kernels.checks import (
-    CacheShape,
-    cache_shape,
     ceil_div,
     check_lengths,
-    check_rows,
-    check_scalars,
-    check_scales,
     check_table,
-    check_tensor,
     first_keys_of,
     first_where,
     host_integers,
     owners,
-    per_head,
     refuse,
     upload,
 )
 from gpu_kernels.config import Config, prefill_config
-from gpu_kernels.decode import check_query_dtype
 from gpu_kernels.launch import launch
 
 
@@ -34,23 +25,16 @@ from gpu_kernels.launch import launch
 class PrefillPlan:
     """What the prefill attention of a batch of chunks does, the same for every layer. Made by `plan_prefill`."""
 
-    cache: CacheShape
+    attention: Attention
     config: Config
-    q_dtype: torch.dtype
     num_tokens: int
-    num_q_heads: int
     num_items: int
-    sm_scale: float
-    window_left: int
     causal: bool
-    logits_soft_cap: float
     item_seq: torch.Tensor
     item_tile: torch.Tensor
     query_start_loc: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    alibi_slopes: torch.Tensor
-    sinks: torch.Tensor
 
     def __post_init__(self) -> None:
         if self.num_tokens and not self.num_items:
@@ -90,24 +74,16 @@ class PrefillPlan:
         ValueError
             where a tensor does not fit the plan.
         """
-        cache, device = self.cache, self.cache.device
-        shape = (self.num_tokens, self.num_q_heads, cache.head_dim)
-        cache.check(k_cache, v_cache)
-        k_scale, v_scale = check_scales(cache, k_scale, v_scale) or (self.sinks, self.sinks)  # never followed
-        check_rows("q", q, shape, (self.q_dtype,), device)
-        if out is None:
-            out = torch.empty(shape, dtype=self.q_dtype, device=device)
-        check_rows("out", out, shape, (self.q_dtype,), device)
-        if lse is None:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
-        check_tensor("lse", lse, shape[:2], (torch.float32,), device)
+        attention, cache = self.attention, self.attention.cache
+        scales = attention.check(q, k_cache, v_cache, self.num_tokens, k_scale, v_scale)
+        out, lse = attention.results(self.num_tokens, out, lse)
         launch(
-            bodies.attend_tile, (self.num_items, cache.num_kv_heads), self.config, device,
-            q, k_cache, v_cache, k_scale, v_scale, self.alibi_slopes, self.sinks, self.item_seq, self.item_tile,
-            self.block_table, self.query_start_loc, self.seq_lens, out, lse, q.stride(0), q.stride(1), cache.stride,
-            cache.stride_head, cache.num_kv_heads * cache.page_size, cache.page_size, out.stride(0), out.stride(1),
-            lse.stride(0), self.block_table.stride(0), self.sm_scale, self.logits_soft_cap, self.window_left,
-            int(self.causal), self.num_q_heads // cache.num_kv_heads, cache.head_dim, cache.page_shift,
+            bodies.attend_tile, (self.num_items, cache.num_kv_heads), self.config, cache.device,
+            q, k_cache, v_cache, *scales, attention.alibi_slopes, attention.sinks, self.item_seq, self.item_tile,
+            self.block_table, self.query_start_loc, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides,
+            out.stride(0), out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale,
+            attention.logits_soft_cap, attention.window_left, int(self.causal), attention.group, cache.head_dim,
+            cache.page_shift,
         )  # fmt: skip
         return out, lse
 
@@ -146,12 +122,10 @@ def plan_prefill(
     ValueError
         one sentence that names the argument, the sequence and the numbers.
     """
-    cache = cache_shape(k_cache, v_cache)
-    capability = capability_of(cache.device)
-    dtype = q_dtype or (capability.half if cache.quantised else cache.dtype)
-    scale = cache.head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    check_query_dtype(dtype, cache, capability)
-    check_scalars(num_q_heads, cache.num_kv_heads, scale, window_left, logits_soft_cap)
+    attention = attention_over(
+        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, window_left, logits_soft_cap, alibi_slopes, sinks
+    )
+    cache = attention.cache
     table = host_integers("block_table", block_table, torch.int32, 2)
     starts = host_integers("query_start_loc", query_start_loc, torch.int32, 1).to(torch.int64)
     lens = host_integers("seq_lens", seq_lens, torch.int32, 1).to(torch.int64)
@@ -160,29 +134,23 @@ def plan_prefill(
     # a chunk reads from the window of its first token on, and a sequence without a chunk reads nothing
     first_keys = first_keys_of(lens - q_lens + 1, window_left)
     check_table(table, torch.where(q_lens > 0, lens, 0), first_keys, cache)
-    extras = logits_soft_cap > 0.0 or alibi_slopes is not None
-    config = prefill_config(dtype, cache.quantised, extras, cache.head_dim, capability)
-    item_seq, item_tile = _work(q_lens, lens, num_q_heads // cache.num_kv_heads, config.constants["BLOCK_M"])
+    config = prefill_config(
+        attention.q_dtype, cache.quantised, attention.extras, cache.head_dim, attention.capability
+    )
+    item_seq, item_tile = _work(q_lens, lens, attention.group, config.constants["BLOCK_M"])
     num_tokens = int(starts[-1])
     item_seq, item_tile, starts, table, lens = upload(cache.device, item_seq, item_tile, starts, table, lens)
     return PrefillPlan(
-        cache=cache,
+        attention=attention,
         config=config,
-        q_dtype=dtype,
         num_tokens=num_tokens,
-        num_q_heads=num_q_heads,
         num_items=len(item_seq),
-        sm_scale=scale,
-        window_left=window_left,
         causal=causal,
-        logits_soft_cap=float(logits_soft_cap),
         item_seq=item_seq,
         item_tile=item_tile,
         query_start_loc=starts,
         block_table=table,
         seq_lens=lens,
-        alibi_slopes=per_head("alibi_slopes", alibi_slopes, num_q_heads, 0.0, cache.device),
-        sinks=per_head("sinks", sinks, num_q_heads, -math.inf, cache.device),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gpu_kernels as g
-from gpu_kernels import compile_gate, config, cpu_layout, decode, fused, kv_cache, merge, prefill
+from gpu_kernels import attention, compile_gate, config, cpu_layout, decode, fused, kv_cache, merge, prefill
 from gpu_kernels.variants import TARGETS, Variant, variants
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +170,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def at(sm: int) -> Recorder:
         for module in (decode, prefill, kv_cache, merge, fused, cpu_layout):
             monkeypatch.setattr(module, "launch", kept)
+        for module in (attention, kv_cache, merge, fused, cpu_layout):
             monkeypatch.setattr(module, "capability_of", lambda device: g.Capability(sm))
         return kept
 
