@@ -158,9 +158,7 @@ def append_kv(pages: KVPages, layer: int, k: Any, v: Any, slot_mapping: Any) -> 
     """
     slots = integers("slot_mapping", slot_mapping, np.int64, 1)
     shape = (len(slots), pages.num_kv_heads, pages.head_dim)
-    kv, vv = View("k", k).check("k", shape), View("v", v).check("v", shape)
-    if kv.code != vv.code:
-        raise TypeError(f"k is {kv.code.name.lower()} and v is {vv.code.name.lower()}; both must have one dtype")
+    kv, vv = _pair("k", k, "v", v, shape)
     capacity = pages.num_pages * pages.page_size
     if len(slots) and (slots.max() >= capacity or slots.min() < -1):
         row = int(np.argmax((slots >= capacity) | (slots < -1)))
@@ -192,13 +190,17 @@ def gather_kv(pages: KVPages, layer: int, page_ids: Any, num_tokens: int, k_out:
     used = ids[: -(-num_tokens // pages.page_size)]
     _check_ids("page_ids", used, pages.num_pages)
     shape = (num_tokens, pages.num_kv_heads, pages.head_dim)
-    kv, vv = View("k_out", k_out).check("k_out", shape), View("v_out", v_out).check("v_out", shape)
-    if kv.code != vv.code:
-        raise TypeError(
-            f"k_out is {kv.code.name.lower()} and v_out is {vv.code.name.lower()}; both must have one dtype"
-        )
+    kv, vv = _pair("k_out", k_out, "v_out", v_out, shape)
     if num_tokens:
         _move(pages, layer, 1, used, num_tokens, kv, vv)
+
+
+def _pair(k_name: str, k: Any, v_name: str, v: Any, shape: tuple[int, ...]) -> tuple[View, View]:
+    kv, vv = View(k_name, k).check(k_name, shape), View(v_name, v).check(v_name, shape)
+    if kv.code != vv.code:
+        codes = kv.code.name.lower(), vv.code.name.lower()
+        raise TypeError(f"{k_name} is {codes[0]} and {v_name} is {codes[1]}; both must have one dtype")
+    return kv, vv
 
 
 def _check_ids(name: str, ids: np.ndarray, num_pages: int) -> None:

@@ -6,6 +6,8 @@ uses the processor's instructions where the level has them, which round the same
 
 from __future__ import annotations
 
+from functools import reduce
+
 from cpu_kernels.codegen.values import F32, I16, I32, Value, lanes_of, vec
 from cpu_kernels.jit import SUM_FLAGS
 
@@ -79,8 +81,9 @@ def vmax(a: Value, b: Value) -> Value:
     return (a > b).select(a, b)
 
 
-def max_over_lanes(x: Value) -> Value:
-    """Largest lane of a vector, by halves; no floating-point flags, so NaN and infinities keep their meaning."""
+def max_over_lanes(*vectors: Value) -> Value:
+    """Largest lane of all vectors, by halves; no floating-point flags, so NaN and infinities keep their meaning."""
+    x = reduce(vmax, vectors)
     lanes = lanes_of(x.kind)
     while lanes > 1:
         half = lanes // 2

@@ -74,10 +74,7 @@ class Int8Dot:
 
     def store_weights(self, k: Frame, g: Value, weights: list[Value]) -> None:
         f = k.f
-        peak = weights[0]
-        for e in weights[1:]:
-            peak = vmax(peak, e)
-        top = max_over_lanes(peak)
+        top = max_over_lanes(*weights)
         inverse = (top > 0.0).select(WEIGHT_RANGE / top, 0.0).splat(LANES)
         f.store(top / WEIGHT_RANGE, self.steps, g * 4)
         for t, e in enumerate(weights):

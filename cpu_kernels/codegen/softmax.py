@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import LOG2E, exp2, max_over_lanes, tanh, vmax
+from cpu_kernels.codegen.convert import LOG2E, exp2, max_over_lanes, tanh
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.lines import Edge, PageMath
 from cpu_kernels.codegen.tiles import V16F
@@ -69,10 +69,7 @@ def _scaled(k: Frame, weights: list[Value], keep: list[Value]) -> list[Value]:
 def _raise_maximum(k: Frame, g: Value, xs: list[Value]) -> Value:
     """Raise m[g] to the page's maximum, rescaling l and o when it grew; return it, safe to subtract, in lanes."""
     f = k.f
-    peak = xs[0]
-    for x in xs[1:]:
-        peak = vmax(peak, x)
-    top = max_over_lanes(peak)
+    top = max_over_lanes(*xs)
     before = f.load(F32, k.m, g * 4)
     with f.when(top > before):
         shrink = exp2((before - top).splat(LANES))
