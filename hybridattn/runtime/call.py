@@ -60,8 +60,10 @@ class Call:
         new_text: Callable[[SamplingParams], Any] | None,
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
+        session: str = "",
     ) -> None:
         self._engine = engine
+        self._session = session
         self._new_text = new_text
         self._prompts = [text for text, _ in prompts]
         self._requests: list[Request] = []
@@ -76,7 +78,7 @@ class Call:
     def _add(self, ids: list[int], params: SamplingParams) -> Request:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))  # drawn once: a preempted request must repeat itself
-        request = self._engine.add(ids, params.max_tokens, params)
+        request = self._engine.add(ids, params.max_tokens, params, session=self._session)
         request.events = []
         if self._new_text is not None:
             request.text = self._new_text(params)

@@ -19,6 +19,7 @@ from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.params import SamplingParams
 from hybridattn.runtime.provenance import git_commit
+from hybridattn.runtime.session import Session
 
 
 class LLM:
@@ -38,6 +39,8 @@ class LLM:
         ``kv_dtype`` is given, K and V.
     gpu_kv_blocks, cpu_kv_blocks : int
         Pages per tier, all layers included.
+    pause_tier : str
+        Where K,V of a :meth:`session` rest between its turns: ``cpu`` or ``gpu``.
     cpu_fraction : float, optional
         Force this share of the requests onto the CPU tier.
     policy_options, device_options : dict, optional
@@ -73,6 +76,7 @@ class LLM:
         max_num_batched_tokens: int = 512,
         run_ahead: int = 2,
         op_timeout_s: float = 60.0,
+        pause_tier: str = CPU_TIER,
         cpu_fraction: float | None = None,
         policy_options: dict[str, Any] | None = None,
         device_options: dict[str, Any] | None = None,
@@ -107,6 +111,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 run_ahead=run_ahead,
                 op_timeout_ns=op_timeout_ns,
+                pause_tier=pause_tier,
             )
             if config.max_model_len > limit:
                 name = self.model.config.shape.name
@@ -119,6 +124,7 @@ class LLM:
                 raise InputError(f"this machine has too little memory for what was asked: {error}") from error
             raise
         self.config = config
+        self._sessions = 0
         self._new_text: Callable[[SamplingParams], Any] | None = None
         if self.model.tokenizer is not None:
             text_stream, pieces = (
@@ -170,6 +176,33 @@ class LLM:
         """Queue prompts; the call streams with ``pieces()`` and then has ``outputs()``."""
         return Call(self.engine, self._new_text, *self._checked(prompts, params))
 
+    def session(self, name: str | None = None) -> Session:
+        """A conversation: each turn goes on from the one before, whose K,V are kept and found again.
+
+        Between turns they rest on the CPU tier where it has room (argument ``pause_tier``), and give way to requests
+        that run; a turn that does not find them computes its history again, with the same tokens.
+
+        Examples
+        --------
+        >>> with LLM() as llm, llm.session() as chat:
+        ...     plan = chat.generate("Name a city.", SamplingParams(max_tokens=8))
+        ...     answer = chat.generate(" Tool result: sunny. So")
+        """
+        if name is None:
+            self._sessions += 1
+            name = f"session-{self._sessions}"
+        if not isinstance(name, str) or not name:
+            raise InputError(f"a session's name must be a text that is not empty, got {name!r}")
+        return Session(name, self._begin_turn, self.engine.end_session)
+
+    def _begin_turn(self, name: str, context: list[int], prompt: Any, params: SamplingParams | None) -> Call:
+        one = prompt if isinstance(prompt, str) else [prompt]
+        (((text, ids),), (chosen,)) = self._checked(one, params)
+        prefix = list(self.model.tokenizer.prefix_ids) if context and text is not None else []
+        if prefix and ids[: len(prefix)] == prefix:
+            ids = ids[len(prefix) :]  # a context begins only once
+        return Call(self.engine, self._new_text, [(text, context + ids)], [chosen], name)
+
     def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
         """Encoded prompts and one SamplingParams for each."""
         if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
@@ -219,7 +252,8 @@ class LLM:
         return self.engine.take_records()
 
     def free_blocks(self) -> dict[str, int]:
-        """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished."""
+        """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished and no
+        session is open."""
         return {tier: self.engine.scheduler.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hybridattn.core.errors import CapacityError, InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, Batch, CpuRow, Segment
 from hybridattn.kv.blocks import BlockPool, blocks_for
-from hybridattn.policies.base import Policy, RequestView, TierView
+from hybridattn.policies.base import Policy, PromptView, RequestView, TierView
 from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.contexts import Contexts
 from hybridattn.runtime.request import Request, State
@@ -71,6 +71,7 @@ class Scheduler:
         self._page = config.page_size
         self._can_move = can_move
         self._swaps = can_move and policy.swap_in_below is not None
+        self._asks_prompts = type(policy).prompts is not Policy.prompts
         self._moves: list[Move] = []  # begun by this pass
         self._under_way: list[Move] = []  # begun and not known to have arrived
         self.contexts = Contexts(self.pools, config.page_size)
@@ -170,7 +171,7 @@ class Scheduler:
             if r.state is State.DECODE and self._reserve(r)
         ]
         idle = self._idle_rows() if self._idle else ()
-        segments = decodes + self._prefills(self.config.max_num_batched_tokens - len(decodes), now_ns)
+        segments = decodes + self._prefills(now_ns, decodes, idle)
         return Plan(Batch(tuple(segments)) if segments else None, idle, tuple(self._moves))
 
     def _swap_in(self) -> None:
@@ -363,8 +364,10 @@ class Scheduler:
                 return False
         return True
 
-    def _prefills(self, budget: int, now_ns: int) -> list[Segment]:
+    def _prefills(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
         segments: list[Segment] = []
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        wanted: int | None = None
         for request in self._prefilling:
             if budget > 0:
                 budget -= self._chunk(request, budget, segments)
@@ -378,6 +381,12 @@ class Scheduler:
                 break
             if held is not None and not self._can_take_up(held, tier):
                 break
+            if tier == CPU_TIER and self._asks_prompts:
+                if wanted is None:
+                    wanted = self._wanted_prompts(budget, segments, decodes, idle)
+                if wanted <= 0:
+                    break
+                wanted -= 1
             self._admit(request, tier, now_ns)
             if request.state is State.PREFILL:
                 budget -= self._chunk(request, budget, segments)
@@ -394,6 +403,27 @@ class Scheduler:
             self._move_context(held, tier)
             return False
         return True
+
+    def _wanted_prompts(
+        self, budget: int, segments: list[Segment], decodes: list[Segment], idle: tuple[CpuRow, ...]
+    ) -> int:
+        """How many of the next prompts the policy wants to read for the CPU tier in this pass."""
+        candidates: list[int] = []
+        free, seats = self.pools[CPU_TIER].num_free, self.config.max_num_seqs - len(self.running)
+        for request in self.waiting[:seats]:
+            tokens, need = request.num_tokens, blocks_for(request.num_tokens, self._page)
+            if need > free or (tokens > budget and candidates):
+                break
+            candidates.append(min(tokens, budget))
+            free, budget = free - need, budget - candidates[-1]
+        view = PromptView(
+            tuple(candidates),
+            len(decodes),
+            sum([s.start + 1 for s in decodes]),
+            tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments]),
+            tuple([row.position + 1 for row in idle]),
+        )
+        return self.policy.prompts(view)
 
     def _chunk(self, request: Request, budget: int, segments: list[Segment]) -> int:
         start = request.num_computed
