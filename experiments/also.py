@@ -4,9 +4,9 @@
     also: [ratio_host]                                                       |ratio_host: measured points| ...
 
 Each has its own rows, figures, summary and folder, so simulated and measured numbers never meet in one table or figure.
-The companion is run as it stands in its file. Of the command line it takes what says where and how to run, nothing that
-says what to sweep; when the command line says that of the first sweep, somebody explores, and the companion is left out
-unless ``also=[...]`` asks for it.
+The companion is run as it stands in its file, without those that it names itself. Of the command line it takes what
+says where and how to run, nothing that says what to sweep; when the command line says that of the first sweep, somebody
+explores, and the companion is left out unless ``also=[...]`` asks for it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ def companions(composer: Composer, first: Composed, check: Callable[[DictConfig]
             raise InputError(f"experiment {name} names itself under also")
         if other.master.runner or not other.master.point:
             raise InputError(f"experiment {first.master.name} names {name} under also, which is not a sweep")
-        if other.master.also:
-            further = ", ".join(other.master.also)
-            raise InputError(f"{name}, named under also of {first.master.name}, names others itself: {further}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -23,6 +24,8 @@ from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import POLICIES, make_policy
 from hybridattn.runtime.predict import by_simulation
 from hybridattn.workload.item import Workload
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,14 @@ def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
 def pricing_of(app: App) -> Pricing:
     """Prices of the machine of ``hardware``."""
     h = app.hardware
-    return machine(h.gpu, h.cpu, h.link)
+    return machine(*(profile_name(name) for name in (h.gpu, h.cpu, h.link)))
+
+
+def profile_name(name: str) -> str:
+    """A name of ``hardware`` for ``load_profile``: a relative path is one from here or from the project's root."""
+    if name.endswith(".json") and not Path(name).is_file() and (ROOT / name).is_file():
+        return str(ROOT / name)
+    return name
 
 
 def cost_of(app: App) -> ModelCost:
@@ -62,7 +72,7 @@ def cost_of(app: App) -> ModelCost:
 def kv_room(app: App) -> tuple[int, int]:
     """Tokens of K,V on the GPU and on the CPU tier: as configured, else what fits beside the weights."""
     h = app.hardware
-    gpu, cpu = kv_tokens(h.gpu, h.cpu, app.model.shape, app.model.dtype)
+    gpu, cpu = kv_tokens(profile_name(h.gpu), profile_name(h.cpu), app.model.shape, app.model.dtype)
     return (gpu if h.gpu_kv_tokens is None else h.gpu_kv_tokens), (cpu if h.cpu_kv_tokens is None else h.cpu_kv_tokens)
 
 

@@ -45,13 +45,13 @@ def enough(series: Series, question: Question, lower_is_better: bool = False) ->
     steps = [_per_doubling(series, a, b, lower_is_better) for a, b in zip(xs, xs[1:], strict=False)]
     worth = [i for i, gain in enumerate(steps) if gain >= ENOUGH]
     at = worth[-1] + 1 if worth else 0
+    if not steps:
+        return f"{question.y} at {xs[0]:g} {question.unit} alone: a single point is no ladder"
     if at == len(xs) - 1:
-        last = f" (the last doubling still brings {steps[-1]:.0%})" if steps else ""
-        return f"more than {xs[-1]:g} {question.unit} may still help{last}"
-    return (
-        f"{xs[at]:g} {question.unit} are enough: from there on a doubling brings less than {ENOUGH:.0%} "
-        f"({max(steps[at:]):.1%} at most) of {question.y}"
-    )
+        last = f"the last doubling still brings {steps[-1]:.0%} of {question.y}"
+        return f"more than {xs[-1]:g} {question.unit} may still help ({last})"
+    gain = f"{max(steps[at:]):.1%} of {question.y} at most"
+    return f"{xs[at]:g} {question.unit} are enough: a further doubling brings less than {ENOUGH:.0%} ({gain})"
 
 
 def _per_doubling(series: Series, a: float, b: float, lower_is_better: bool) -> float:

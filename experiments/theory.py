@@ -55,8 +55,18 @@ def _capacity(panel: Panel, question: Question) -> list[Line]:
     return [Line("bound while all KV fits", tuple(xs), tuple(best[x] for x in xs))] if xs else []
 
 
+def _control_path(panel: Panel, question: Question) -> list[Line]:
+    """``experiments/control.py``: the same arrivals through the model, mean over the repeats at each x."""
+    at: dict[float, list[float]] = {}
+    for r in panel.rows:
+        at.setdefault(float(r[question.x]), []).append(float(r["modelled_ready_mean_ns"]))
+    xs = tuple(sorted(at))
+    return [Line("model: cores shared evenly, first come, first served", xs, tuple(float(np.mean(at[x])) for x in xs))]
+
+
 LINES: dict[str, Callable[[Panel, Question], list[Line]]] = {
     "one_layer_overlap": _one_layer_overlap,
     "eq6": _eq6,
     "capacity": _capacity,
+    "control_path": _control_path,
 }

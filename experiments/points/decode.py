@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, with_exposed
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, profile_name, sim_device, with_exposed
 from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
@@ -73,7 +73,7 @@ def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
 
 
 def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
-    cost, pricing = cost_of(app), pricing_of(app)
+    cost, pricing, cpu = cost_of(app), pricing_of(app), load_profile(profile_name(app.hardware.cpu), "cpu")
     on_gpu, on_cpu = kv_room(app)
     capacity = s.gpu_rows or max(1, on_gpu // s.context)
     alone = Costs(cost, pricing)
@@ -100,7 +100,7 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
         "kind": "simulated", "device": "sim", "profile": pricing.fingerprint,
         "gpu_rows": gpu_rows, "cpu_rows": cpu_rows, "gpu_capacity_rows": capacity,
         "cpu_capacity_rows": on_cpu // s.context, "num_layers": layers,
-        "cpu_cores": int(load_profile(app.hardware.cpu, "cpu").value("cores")),
+        "cpu_cores": int(cpu.value("cores")), "cores_are": cpu.note,
         "tokens_per_s": found.tokens_per_s, "gpu_tokens_per_s": found.gpu_tokens_per_s,
         "cpu_tokens_per_s": found.cpu_tokens_per_s, "gpu_tpot_ns": found.gpu_tpot_ns,
         "cpu_tpot_ns": found.cpu_tpot_ns, "passes": found.passes, "duration_ns": found.duration_ns,

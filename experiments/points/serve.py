@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +11,19 @@ from experiments.schema import App
 from experiments.settings import experiment
 from experiments.sim.machines import TIMEOUT_NS
 from hybridattn.core.errors import InputError
-from hybridattn.core.records import RunRecords
+from hybridattn.core.records import RequestRecord, RunRecords
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.cost.costs import Costs
+from hybridattn.devices.sim import SimDevice
 from hybridattn.metrics.report import run_metrics
 from hybridattn.metrics.throughput import without_first
+from hybridattn.policies.base import Policy
 from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.replay import Replay
+from hybridattn.runtime.replay import Replay, Served
+from hybridattn.workload.item import Workload
 
 KEPT = (
     "output_tokens_per_s",
@@ -65,12 +69,26 @@ class ServeSettings:
 @experiment(ServeSettings)
 def point(app: App, settings: ServeSettings) -> dict[str, Any]:
     """One row: latency and throughput of the workload under a policy."""
+    workload = workload_for(app, settings)
+    pricing = pricing_of(app)
+    policy = policy_of(app, Costs(cost_of(app), pricing))
+    exposed_ns = round(app.device.exposed_us * 1e3) if CPU_TIER in policy.tiers else 0
+    engine = engine_for(app, settings, policy, sim_device(app, with_exposed(pricing, exposed_ns)))
+    served = Replay(engine, workload).run()
+    return row(app, settings, workload, engine, served, served.requests)
+
+
+def workload_for(app: App, settings: ServeSettings) -> Workload:
+    """The workload of the configuration, scaled and cut."""
     if app.device.name != "sim":
         raise InputError(f"this experiment serves declared lengths on the device sim, not on {app.device.name}")
     workload = workload_of(app).scaled(settings.time_scale)
-    workload = workload.take(settings.limit) if settings.limit else workload
-    cost, pricing = cost_of(app), pricing_of(app)
-    on_gpu, on_cpu = kv_room(app)
+    return workload.take(settings.limit) if settings.limit else workload
+
+
+def engine_for(app: App, settings: ServeSettings, policy: Policy, device: SimDevice) -> Engine:
+    """An engine with the room for K,V that the machine has."""
+    cost, (on_gpu, on_cpu) = cost_of(app), kv_room(app)
     config = EngineConfig(
         gpu_kv_blocks=on_gpu // settings.page_size,
         cpu_kv_blocks=on_cpu // settings.page_size,
@@ -80,15 +98,24 @@ def point(app: App, settings: ServeSettings) -> dict[str, Any]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         op_timeout_ns=TIMEOUT_NS,
     )
-    policy = policy_of(app, Costs(cost, pricing))
-    exposed_ns = round(app.device.exposed_us * 1e3) if CPU_TIER in policy.tiers else 0
-    device = sim_device(app, with_exposed(pricing, exposed_ns))
-    engine = Engine(PricedStages(cost.shape, cost.dtype), device, policy, config)
-    served = Replay(engine, workload).run()
-    if not served.requests:
+    return Engine(PricedStages(cost.shape, cost.dtype), device, policy, config)
+
+
+def row(
+    app: App,
+    settings: ServeSettings,
+    workload: Workload,
+    engine: Engine,
+    served: Served,
+    requests: Sequence[RequestRecord],
+) -> dict[str, Any]:
+    """What was served, as columns. ``requests`` may count from earlier arrivals than the engine saw."""
+    if not requests:
         raise InputError(f"workload {workload.name}: no request was served, {served.refused} could never fit")
-    records = without_first(served.requests, settings.drop_first)
-    found = run_metrics(RunRecords(cost.shape.num_layers, records), Trace(device.name, device.kind, device.profile, ""))
+    records, device = without_first(requests, settings.drop_first), engine.device
+    layers = cost_of(app).shape.num_layers
+    found = run_metrics(RunRecords(layers, records), Trace(device.name, device.kind, device.profile, ""))
+    on_gpu, on_cpu = kv_room(app)
     return {
         "kind": found.kind,
         "device": found.device,

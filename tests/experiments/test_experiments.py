@@ -23,7 +23,9 @@ SHRUNK = {
     "context_length": ["hardware=a10", FEW, "settings.context=4000,16000"],
     "load": ["policy=gpu_only,async_overlap", "workload.options.arrivals.rate_per_s=0.4,2", "settings.limit=20"],
     "output_length": ["hardware=a10g_16c", FEW, "workload.options.outputs.mean=20,40", "settings.limit=40"],
-    "cpu_cores": ["hardware=a10g_4c,a10g_32c", FEW, "settings.context=1000"],
+    "cpu_cores": ["hardware=a10g_4c,a10g_64c", FEW, "settings.context=1000"],
+    "control_path": ["hardware=a10g_4c,a10g_64c", "hardware.gpu=h200", "policy=gpu_only", "settings.limit=12"],
+    "control_path_host": ["repeats=1", "settings.neighbours=0,1", "settings.prompts=8", "settings.passes=4"],
     "cpu_cores_host": ["repeats=1", "policy=async_overlap", "settings.neighbours=0,1", "settings.output_tokens=2"],
     "overlap": ["hardware=a10", "settings.fraction=0,0.1,1"],
     "kernels": [
@@ -60,7 +62,7 @@ def test_an_experiment_runs_shrunk(tmp_path, name):
     for suffix in ("png", "svg"):
         assert (folder / f"{name}.{suffix}").stat().st_size > 1000
     assert len(list((folder / "points").glob("*.yaml"))) == len(rows)
-    if name.endswith("_host"):
+    if name.endswith("_host") and name != "control_path_host":
         assert all((r["kind"], r["device"], r["completed"]) == ("measured", "host", r["requests"]) for r in rows)
 
 
