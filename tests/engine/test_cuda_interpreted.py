@@ -14,7 +14,8 @@ PROGRAM = Path(__file__).parents[1] / "support" / "cuda_interpreted.py"
 
 
 def test_interpreted_kernels_give_the_hosts_tokens():
-    """GPU rows, CPU rows, and a chunked CPU-tier prompt whose chunks begin inside a page; one layer has a window."""
+    """GPU rows, CPU rows, and a chunked CPU-tier prompt whose chunks begin inside a page; one layer has a window. The
+    same with every request moved between the tiers as often as it can be."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300,
@@ -24,5 +25,7 @@ def test_interpreted_kernels_give_the_hosts_tokens():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["cuda"]["violations"] == []
     assert found["cuda"]["tokens"] == found["host"]["tokens"]
+    assert found["moved"]["violations"] == [] and found["moved"]["moves"] >= 3
+    assert found["moved"]["tokens"] == found["host"]["tokens"]
     assert [len(t) for t in found["host"]["tokens"]] == [3, 3, 4]
     assert len({t for row in found["host"]["tokens"] for t in row}) > 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +13,19 @@ from fake_cuda import FakeCuda
 from scaled_model import scaled
 
 from cpu_kernels import KVPages, append_kv, gather_kv
+from hybridattn.core.errors import HybridAttnError
 from hybridattn.core.op import D2H, H2D
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
 from hybridattn.kv import cpu_blocks
 from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
 from hybridattn.models.torch_stages import TorchStages
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.engine import Engine
+from hybridattn.runtime.params import SamplingParams
 
 TOKENS = (1, 17, 31, 32, 33, 97)
 BLOCKS, PAGE = 12, 32
@@ -144,3 +150,58 @@ def test_what_a_card_sends_down_is_what_the_cpus_kernels_read(kernels, kv_dtype)
                 torch.testing.assert_close(mine, own, rtol=0, atol=2e-2 if kv_dtype == "int8" else 0)
     finally:
         device.close()
+
+
+# -- through an engine on a card -------------------------------------------------------------------------------------
+
+JOBS = [([3, 1, 4, 1, 5], 9), ([9, 2, 7] * 17, 8), ([2, 6], 12), ([5, 3, 5, 8, 9, 7, 9] * 3, 10)]
+
+
+def answers(device, model, seed=None, kv_dtype="fp32"):
+    """Token ids per job, and how many moves began; with a ``seed``, requests are moved at random between steps."""
+    config = EngineConfig(14, 14, 16, max_model_len=96, max_num_seqs=4, max_num_batched_tokens=24)
+    draw = random.Random(seed)
+    moved = 0
+    try:
+        policy = GpuOnly() if seed is None else AsyncOverlap()
+        engine = Engine(TorchStages(model, device, config, kv_dtype), device, policy, config)
+        requests = [engine.add(p, n, SamplingParams(max_tokens=n, seed=i)) for i, (p, n) in enumerate(JOBS)]
+        while engine.unfinished:
+            engine.step()
+            for r in requests if seed is not None else ():
+                if draw.random() < 0.4:
+                    moved += engine.move(r.request_id, "cpu" if r.tier == "gpu" else "gpu")
+        assert violations(engine.drain()) == []
+        assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+        return [r.token_ids[r.num_prompt :] for r in requests], moved
+    finally:
+        device.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return scaled()
+
+
+@pytest.fixture(scope="module")
+def quiet(model):
+    return answers(HostDevice(), model)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_a_card_tokens_hold_for_every_order_of_the_streams(kernels, model, quiet, seed):
+    tokens, moved = answers(CudaDevice(runtime=FakeCuda(seed)), model, seed)
+    assert tokens == quiet and moved >= 4
+
+
+def test_on_a_card_a_missing_wait_is_noticed(kernels, model, quiet):
+    """The mutation: with the waits of the copy streams taken out, some order of the streams must do damage."""
+    for seed in range(12):
+        device = CudaDevice(runtime=FakeCuda(seed), close_timeout_s=1.0)
+        device.runtime.deaf = {device.stream(D2H), device.stream(H2D)}
+        try:
+            if answers(device, model, seed)[0] != quiet:
+                return
+        except (AssertionError, HybridAttnError):
+            return
+    pytest.fail("the waits of the copy streams can be taken out without being seen")

@@ -32,11 +32,17 @@ CONFIG = EngineConfig(
 JOBS = [([3, 1, 4, 1, 5], 3), ([9, 2, 7] * 11, 3), ([5, 3, 5, 8, 9, 7, 9] * 2, 4)]
 
 
-def run(device, model, policy) -> dict:
+def run(device, model, policy, moves: bool = False) -> dict:
+    """With ``moves``, whatever can move does, after every step."""
     engine = Engine(TorchStages(model, device, CONFIG, "fp32"), device, policy, CONFIG)
     requests = [engine.add(p, n, SamplingParams(max_tokens=n, seed=i)) for i, (p, n) in enumerate(JOBS)]
-    engine.run()
+    begun = 0
+    while engine.unfinished:
+        engine.step()
+        for r in requests if moves else ():
+            begun += engine.move(r.request_id, "cpu" if r.tier == "gpu" else "gpu")
     found = {"tokens": [r.token_ids[r.num_prompt :] for r in requests], "violations": violations(engine.drain())}
+    found["moves"] = begun
     device.close()
     return found
 
@@ -50,6 +56,7 @@ if __name__ == "__main__":
             {
                 "host": run(HostDevice(), model, GpuOnly()),
                 "cuda": run(CudaDevice(runtime=FakeCuda(2)), model, AsyncOverlap(0.7)),
+                "moved": run(CudaDevice(runtime=FakeCuda(3)), model, AsyncOverlap(), moves=True),
             }
         )
     )
