@@ -33,14 +33,14 @@ JOBS = [([3, 1, 4, 1, 5], 3), ([9, 2, 7] * 11, 3), ([5, 3, 5, 8, 9, 7, 9] * 2, 4
 
 
 def run(device, model, policy, moves: bool = False) -> dict:
-    """With ``moves``, whatever can move does, after every step."""
+    """With ``moves``, a request moves after each token, if it can."""
     engine = Engine(TorchStages(model, device, CONFIG, "fp32"), device, policy, CONFIG)
     requests = [engine.add(p, n, SamplingParams(max_tokens=n, seed=i)) for i, (p, n) in enumerate(JOBS)]
     begun = 0
     while engine.unfinished:
-        engine.step()
-        for r in requests if moves else ():
-            begun += engine.move(r.request_id, "cpu" if r.tier == "gpu" else "gpu")
+        for event in engine.step():
+            request = event.request
+            begun += moves and engine.move(request.request_id, "cpu" if request.tier == "gpu" else "gpu")
     found = {"tokens": [r.token_ids[r.num_prompt :] for r in requests], "violations": violations(engine.drain())}
     found["moves"] = begun
     device.close()
