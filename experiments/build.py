@@ -54,7 +54,7 @@ def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
 def pricing_of(app: App) -> Pricing:
     """Prices of the machine of ``hardware``."""
     h = app.hardware
-    return machine(*(profile_name(name) for name in (h.gpu, h.cpu, h.link)))
+    return machine(profile_name(h.gpu), profile_name(h.cpu), profile_name(h.link))
 
 
 def profile_name(name: str) -> str:

@@ -20,17 +20,20 @@ from hybridattn.core.errors import InputError
 
 ENOUGH = 0.05  # what a doubling of a ladder must bring to be worth it
 POINTS_SHOWN = 3
-Rows = list[dict[str, Any]]
+Rows = list[Mapping[str, Any]]
 
 
-def panel_lines(panel: Panel, question: Question, found: Mapping[str, Crossing], ladder: Any) -> list[str]:
-    """Lines of one panel. ``ladder`` has ``enough`` and ``lower_is_better``."""
+def panel_lines(
+    panel: Panel, question: Question, found: Mapping[str, Crossing], ladder: Any, bare: bool = True
+) -> list[str]:
+    """Lines of one panel. ``ladder`` has ``enough`` and ``lower_is_better``; ``bare``: the extremes where there is
+    nothing else to say."""
     where = f"{panel.label}: " if panel.label else ""
     lines = [f"{where}{s.name}: {enough(s, question, ladder.lower_is_better)}" for s in panel.series if ladder.enough]
     if question.baseline and question.relative and panel.find(question.baseline) is None:
         return [*lines, f"{where}no crossover can be told: {question.baseline}, the baseline, is not in this sweep"]
     lines += [f"{where}{name} over {question.baseline}: {c.describe(question.unit)}" for name, c in found.items()]
-    return lines or [f"{where}{s.name}: {extremes(s, question)}" for s in panel.series]
+    return lines if lines or not bare else [f"{where}{s.name}: {extremes(s, question)}" for s in panel.series]
 
 
 def enough(series: Series, question: Question, lower_is_better: bool = False) -> str:

@@ -17,6 +17,7 @@ from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing, crossover
 from hybridattn.analysis.figure import draw_sweep
 from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
+from hybridattn.core.errors import InputError
 
 
 def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
@@ -29,19 +30,24 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     panels = panels_of(rows, question) if question else []
     found = {p.label: _crossings(p, question) for p in panels} if question else {}
     folder.write_json("summary.json", summary(rows, question, panels, found))
+    own, trouble = [], None
+    try:
+        own = verdict_lines(config, good(rows))
+    except InputError as error:
+        trouble = error
+    folder.write_json("verdict.json", own)
     lines = []
     if question is not None and panels:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
-        lines = _draw(folder, config, question, panels, found) + further(folder, config, rows)
-    try:
-        own = verdict_lines(config, good(rows))
-        folder.write_json("verdict.json", own)
-        lines += own
-    finally:
-        if lines:
-            kinds = dict.fromkeys(str(r.get("kind")) for r in good(rows))
-            head = f"{config.name} found ({', '.join(kinds)}):"
-            console.print("\n  ".join([head, *lines]), highlight=False, soft_wrap=True, markup=False)
+        _draw(folder, config, question, panels, found)
+        lines = [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis, not own)]
+        lines += further(folder, config, rows)
+    if lines or own:
+        kinds = dict.fromkeys(str(r.get("kind")) for r in good(rows))
+        head = f"{config.name} found ({', '.join(kinds)}):"
+        console.print("\n  ".join([head, *lines, *own]), highlight=False, soft_wrap=True, markup=False)
+    if trouble is not None:
+        raise trouble
 
 
 def _draw(
@@ -50,13 +56,12 @@ def _draw(
     question: Question,
     panels: list[Panel],
     found: dict[str, dict[str, Crossing]],
-) -> list[str]:
-    """The figure of the question, and what its panels say."""
+) -> None:
+    """The figure of the question."""
     lines = {p.label: [*theory_lines(config.analysis.theory, p, question),
                        *published_lines(config.analysis.published, p, question)] for p in panels}  # fmt: skip
     chosen = {label: c[question.candidate] for label, c in found.items() if question.candidate in c}
     draw_sweep(panels, question, _pictures(folder, config.name), title=config.title, crossings=chosen, lines=lines)
-    return [line for p in panels for line in panel_lines(p, question, found[p.label], config.analysis)]
 
 
 def further(folder: ResultFolder, config: DictConfig, rows: list[dict[str, Any]]) -> list[str]:

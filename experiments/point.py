@@ -18,6 +18,8 @@ from experiments.schema import App
 from experiments.settings import find
 from hybridattn.core.errors import InputError
 
+PLAIN = (bool, int, float, str, type(None))
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -61,6 +63,18 @@ def coordinates(own: list[str]) -> dict[str, Any]:
     return {key.rsplit(".", 1)[1]: yaml.safe_load(value) for key, value in pairs if "." in key}
 
 
+def named_axes(app: App) -> dict[str, Any]:
+    """Values of the axes that the experiment file names, as columns; the command line may have fixed them."""
+    found = {}
+    for key in app.sweep:
+        value: Any = app
+        for part in str(key).split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        if "." in str(key) and isinstance(value, PLAIN):
+            found[str(key).rsplit(".", 1)[1]] = value
+    return found
+
+
 def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
     """The row of a point; a failed one has ``status`` failed, the error and its traceback."""
     started = time.perf_counter()
@@ -68,7 +82,7 @@ def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]
         "experiment": app.name, "policy": app.policy.label, "hardware": app.hardware.label, "model": app.model.label,
         "workload": app.workload.label, "repeat": app.repeat,
     }  # fmt: skip
-    plain = {k: v for k, v in app.settings.items() if isinstance(v, bool | int | float | str) or v is None} | at
+    plain = {k: v for k, v in app.settings.items() if isinstance(v, PLAIN)} | named_axes(app) | at
     error: Exception | None = None
     try:
         point = find(app.point, "point")

@@ -54,8 +54,14 @@ class ControlSettings(ServeSettings):
             raise InputError(f"settings.load must be positive, got {self.load}")
 
     def path(self) -> ControlPath:
-        costs = (self.request_us, self.token_us, self.schedule_us, self.op_us, self.poll_us)
-        return ControlPath(*(us * 1e3 for us in costs), tokenizers=self.tokenizers)
+        return ControlPath(
+            request_ns=self.request_us * 1e3,
+            token_ns=self.token_us * 1e3,
+            schedule_ns=self.schedule_us * 1e3,
+            op_ns=self.op_us * 1e3,
+            poll_ns=self.poll_us * 1e3,
+            tokenizers=self.tokenizers,
+        )
 
 
 @experiment(ControlSettings)

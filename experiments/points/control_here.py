@@ -148,7 +148,7 @@ def driver(app: App, rows: int, passes: int) -> tuple[float, float]:
         inside[0] += time.perf_counter_ns() - start_ns
         return found
 
-    engine.executor.run = timed  # type: ignore[method-assign]
+    engine.executor.run = timed  # type: ignore[assignment, method-assign]
     each = []
     for _ in range(passes):
         before, start_ns = inside[0], time.perf_counter_ns()

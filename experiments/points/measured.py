@@ -12,7 +12,7 @@ from experiments.schema import App
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.stages import CPU_TIER
-from hybridattn.core.trace import violations
+from hybridattn.core.trace import Trace, violations
 from hybridattn.metrics.report import run_metrics
 from hybridattn.models.load import load
 
@@ -31,6 +31,24 @@ def _model(name: str, dtype: str) -> Any:
     return load(name, dtype=dtype)
 
 
+def shared_model(app: App) -> Any:
+    """The model of ``model``, loaded once in a process."""
+    if not app.model.load:
+        raise InputError(
+            f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}"
+        )
+    return _model(app.model.load, app.model.dtype)
+
+
+def checked_trace(llm: LLM) -> Trace:
+    """The trace since the last call; DeviceError when it breaks an invariant."""
+    trace = llm.trace()
+    broken = violations(trace.spans)
+    if broken:
+        raise DeviceError(f"the trace breaks {len(broken)} invariants, the first: {broken[0]}")
+    return trace
+
+
 def _backend(name: str) -> str:
     """A name of the registry; any other is a module of the user's own, which is added to it."""
     if name not in backends.REGISTRY:
@@ -46,14 +64,11 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     Under a policy without the CPU tier the others wait in the queue. The time counts from the first arrival to the last
     token, prefill included; a warm-up call before it is left out.
     """
-    if not app.model.load:
-        raise InputError(
-            f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}"
-        )
+    model = shared_model(app)
     pages = -(-(prompt_tokens + output_tokens) // PAGE)
     policy = policy_of(app)
     with LLM(
-        model=_model(app.model.load, app.model.dtype),
+        model=model,
         device=app.device.name,
         policy=policy,
         dtype=app.model.dtype,
@@ -71,10 +86,7 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
         llm.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
         llm.trace(), llm.take_records()
         outputs = llm.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True))
-        trace, records = llm.trace(), llm.take_records()
-    broken = violations(trace.spans)
-    if broken:
-        raise DeviceError(f"the trace breaks {len(broken)} invariants, the first: {broken[0]}")
+        trace, records = checked_trace(llm), llm.take_records()
     found = run_metrics(records, trace)
     on_cpu = sum(o.tier == CPU_TIER for o in outputs)
     return {

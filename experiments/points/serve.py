@@ -86,8 +86,10 @@ def workload_for(app: App, settings: ServeSettings) -> Workload:
     return workload.take(settings.limit) if settings.limit else workload
 
 
-def engine_for(app: App, settings: ServeSettings, policy: Policy, device: SimDevice) -> Engine:
-    """An engine with the room for K,V that the machine has."""
+def engine_for(
+    app: App, settings: ServeSettings, policy: Policy, device: SimDevice, pause_tier: str = CPU_TIER
+) -> Engine:
+    """An engine with the room for K,V that the machine has; K,V of sessions rest on ``pause_tier``."""
     cost, (on_gpu, on_cpu) = cost_of(app), kv_room(app)
     config = EngineConfig(
         gpu_kv_blocks=on_gpu // settings.page_size,
@@ -97,6 +99,7 @@ def engine_for(app: App, settings: ServeSettings, policy: Policy, device: SimDev
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         op_timeout_ns=TIMEOUT_NS,
+        pause_tier=pause_tier,
     )
     return Engine(PricedStages(cost.shape, cost.dtype), device, policy, config)
 

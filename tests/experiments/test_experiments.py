@@ -27,6 +27,15 @@ SHRUNK = {
     "control_path": ["hardware=a10g_4c,a10g_64c", "hardware.gpu=h200", "policy=gpu_only", "settings.limit=12"],
     "control_path_host": ["repeats=1", "settings.neighbours=0,1", "settings.prompts=8", "settings.passes=4"],
     "cpu_cores_host": ["repeats=1", "policy=async_overlap", "settings.neighbours=0,1", "settings.output_tokens=2"],
+    "sessions": ["hardware=a10", "workload.options.mean_pause_ns=32000000000", "workload.options.count=12"],
+    "sessions_host": [
+        "repeats=1",
+        "settings.context=recompute,move",
+        "workload.options.mean_pause_ns=10000000",
+        "workload.options.count=2",
+        "workload.options.turns=2",
+        "workload.options.first_prompt.mean=32",
+    ],
     "overlap": ["hardware=a10", "settings.fraction=0,0.1,1"],
     "kernels": [
         "settings.dtype=bf16",
@@ -48,7 +57,8 @@ def test_every_experiment_file_is_run_by_a_test():
     assert set(names("experiment")) == set(SHRUNK) | set(ELSEWHERE)
 
 
-SLOW = ("capacity_host", "cpu_cores_host")  # measured; ratio_host runs the same point in the default suite
+# Measured; ratio_host and tests of their own run the same points in the default suite.
+SLOW = ("capacity_host", "cpu_cores_host", "control_path_host", "sessions_host")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(SHRUNK)])
@@ -90,6 +100,29 @@ def test_asymmetric_pipelining_pays_from_the_rate_of_eq6_on(tmp_path):
     assert at["asymmetric", 4] > at["gpu_only", 4] and at["asymmetric", 12] <= 1.001 * at["gpu_only", 12]
     found = json.loads((tmp_path / "rate/latest/summary.json").read_text())["crossover"]
     assert 1 / 12 <= found["low"] <= found["value"] <= found["high"] <= 1 / 4 and found["unit"] == "N_C / N_G"
+
+
+def test_a_session_finds_its_context_again_wherever_it_rested(tmp_path):
+    """Five turns of 4,000 tokens and more: nine of them fill an A10, so twelve that stay on it drive each other out."""
+    longer = "workload.options.mean_pause_ns=8000000000"
+    main(["+experiment=sessions", f"results_root={tmp_path}", *SHRUNK["sessions"], longer])
+    rows = [json.loads(line) for line in (tmp_path / "sessions/latest/rows.jsonl").read_text().splitlines()]
+    by = {r["context"]: r for r in rows}
+    assert (by["recompute"]["reused_tokens"], by["move"]["reused_fraction"]) == (0, pytest.approx(1, abs=0.01))
+    assert by["move"]["ttft_next_turn_mean_ns"] < 0.8 * by["recompute"]["ttft_next_turn_mean_ns"]
+    assert by["move"]["evicted_contexts"] == 0 <= by["keep"]["evicted_contexts"]
+    assert len({r["history_tokens"] for r in rows}) == 1 and all(r["later_turns"] == 48 for r in rows)
+
+
+def test_on_host_contexts_really_move(tmp_path, capsys):
+    main(["+experiment=sessions_host", f"results_root={tmp_path}", *SHRUNK["sessions_host"]])
+    rows = [json.loads(line) for line in (tmp_path / "sessions_host/latest/rows.jsonl").read_text().splitlines()]
+    dropped, moved = rows
+    assert (dropped["context"], dropped["reused_tokens"]) == ("recompute", 0)
+    assert (dropped["moves_down"], dropped["moves_up"], dropped["moved_bytes"]) == (0, 0, 0)
+    assert (moved["moves_down"], moved["moves_up"]) == (2, 2) and moved["moving_ns"] > 0
+    assert moved["moved_bytes"] == 2 * moved["reused_tokens"] * 2 * 3 * 64 * 4 * 30  # down and up; K, V of 30 layers
+    assert "where K,V are dropped; moved to the CPU tier and back" in capsys.readouterr().out
 
 
 def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(tmp_path):

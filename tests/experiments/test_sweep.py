@@ -136,13 +136,38 @@ def test_joblib_runs_points_in_other_processes_and_keeps_every_row(tmp_path):
     assert "launcher joblib (2 at a time)" in done[0]
 
 
+RAY_POINT = """
+import os
+from dataclasses import dataclass
+import ray
+from experiments.settings import experiment
+
+@dataclass
+class Settings:
+    x: int = 1
+    sleep_s: float = 0.0
+
+@experiment(Settings)
+def divide(app, settings):
+    context = ray.get_runtime_context()
+    origin = {"kind": "simulated", "device": "sim", "profile": "none", "value": 12 / settings.x}
+    return {**origin, "pid": os.getpid(), "task": context.get_task_id(), "worker": context.get_worker_id()}
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is None, reason="hydra-ray-launcher is not installed")
-def test_ray_runs_points_on_a_local_cluster(tmp_path):
-    (tmp_path / "my_points.py").write_text(POINTS)
-    out, err = command(tmp_path, "launcher=ray", "+settings.divisor=1,2,0").communicate(timeout=300)
+def test_ray_runs_points_on_a_local_cluster_and_stops_it(tmp_path):
+    (tmp_path / "my_points.py").write_text(RAY_POINT)
+    process = command(tmp_path, "launcher=ray", "+hydra.launcher.ray.init.num_cpus=2", "+settings.x=1,2,0,4")
+    out, err = process.communicate(timeout=300)
     found = sorted(rows(tmp_path), key=lambda r: r["point"])
-    assert [(r["launcher"], r["status"]) for r in found] == [("ray", s) for s in ("ok", "ok", "failed")], out + err
+    assert [(r["launcher"], r["status"]) for r in found] == [("ray", s) for s in ("ok", "ok", "failed", "ok")], out + err
+    good = [r for r in found if r["status"] == "ok"]
+    assert len({r["task"] for r in good}) == 3 and all(r["pid"] != process.pid and r["worker"] for r in good)
+    assert process.returncode == 1 and "launcher ray (2 at a time)" in out and "ZeroDivisionError" in out
+    for pid in {r["pid"] for r in good}:  # the workers ended with the cluster
+        assert not Path(f"/proc/{pid}").exists() or b"ray" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def command(tmp_path, *overrides):
