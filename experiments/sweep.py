@@ -128,7 +128,7 @@ class Sweep:
         context = HydraContext(config_loader=self.composer.hydra.config_loader, callbacks=Callbacks())
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
         size = workers(self.composed) if fail_fast else len(points)
-        fixed = [o for o in self.composed.fixed if not o.startswith("hydra")]
+        fixed = [o for o in self.composed.fixed if not o.lstrip("+~").startswith("hydra")]  # the master's hydra
         for at in range(0, len(points), size):
             batch = [[*fixed, *point] for point in points[at : at + size]]
             returns = launcher.launch(batch, initial_job_idx=at)

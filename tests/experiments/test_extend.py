@@ -22,14 +22,14 @@ def mine(tmp_path, monkeypatch):
     text = DOC.read_text()
     blocks = re.findall(r"as\s+`mine/([\w/.]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [
-        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "plain.py"
+        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "plain.py"
     ]  # fmt: skip
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("patient", "bursts", "plain"):
+    for name in ("patient", "bursts", "my_points", "plain"):
         sys.modules.pop(name, None)
 
 
@@ -71,6 +71,12 @@ def test_an_outside_workload_is_served(mine):
     where = ["name=bursts", "point=experiments.points.serve:point", "workload=bursts", "policy=gpu_only,async_overlap"]
     assert run(mine, *where) == 0
     assert [(r["workload"], r["completed"]) for r in rows(mine, "bursts")] == [("bursts", 24), ("bursts", 24)]
+
+
+def test_an_outside_point_and_its_verdict(mine, capsys):
+    assert run(mine, "name=mine", "point=my_points:point", "+settings.tokens=64,128") == 0
+    assert [r["value"] for r in rows(mine, "mine")] == [128, 256]
+    assert "the best of 2 rows has 128 tokens: 256" in capsys.readouterr().out
 
 
 def test_the_outside_back_end_agrees_with_the_oracle(mine, monkeypatch):
