@@ -3,12 +3,18 @@
     begin:  load changed? --> predict every layout --> best that keeps the limits --> its policy decides the verbs
             every WINDOW passes: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
 
+Where a pass must not wait for that, a planner predicts elsewhere, and the layout in use goes on until it has answered:
+
+    begin:  load changed? --> ask ... begin: an answer? no ... begin: an answer? yes --> use it
+
 The fixed policies are among the layouts, and GPU-only always is, so it falls back on them where nothing else pays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
@@ -36,6 +42,36 @@ FINALISTS = 5
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which layout for a load? With all that decides the answer, except for the cost model.
+
+    ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt.
+    """
+
+    load: Load
+    cpu_factor: float
+    limits: Limits
+    min_gain: float
+    discount: tuple[tuple[Layout, float], ...] = ()
+
+    def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
+        """What ``Adaptive.choose`` says."""
+        policy = Adaptive(costs, predict, self.limits.gpu, self.limits.cpu, self.min_gain)
+        policy._discount.update(self.discount)
+        return policy.choose(self.load, costs.corrected(self.cpu_factor))
+
+
+class Planner(Protocol):
+    """Answers one question at a time, elsewhere (``hybridattn.runtime.planner.Planner``). Neither method blocks."""
+
+    def ask(self, question: Question) -> None: ...
+
+    def take(self) -> tuple[Layout, Prediction] | None:
+        """The answer, once it is there."""
+        ...
+
+
 class Adaptive(Policy):
     """Layout by planning, verbs by the layout's own policy.
 
@@ -43,8 +79,9 @@ class Adaptive(Policy):
     ----------
     costs : Costs
         Cost model; a misjudged CPU is put right by what the executor measures.
-    predict : callable ``(load, layout, costs, thorough) -> Prediction``
-        A short simulation of a layout (``hybridattn.runtime.predict.by_simulation``).
+    predict : callable ``(load, layout, costs, thorough) -> Prediction``, or a Planner
+        A short simulation of a layout (``hybridattn.runtime.predict.by_simulation``), waited for; or who does that
+        elsewhere.
     gpu_limit, cpu_limit : float, optional
         Longest time per output token of GPU and CPU rows, in multiples of the GPU-only one.
     min_gain : float
@@ -61,7 +98,7 @@ class Adaptive(Policy):
     def __init__(
         self,
         costs: Costs | None = None,
-        predict: Predict | None = None,
+        predict: Predict | Planner | None = None,
         gpu_limit: float | None = None,
         cpu_limit: float | None = None,
         min_gain: float = 1.0,
@@ -72,10 +109,12 @@ class Adaptive(Policy):
         if costs is None or predict is None:
             raise InputError(
                 f"policy '{self.name}' needs costs and predict: a cost model and a way to try layouts on it, "
-                "which experiments take from a hardware profile and text generation does not have"
+                "which LLM and the experiments make from a profile"
             )
         self.costs: Costs = costs
-        self.predict = predict
+        self.planner: Planner | None = None if callable(predict) else predict
+        self.predict = predict if callable(predict) else _elsewhere
+        self._asked = False  # the planner is at work, or has died over it
         self.limits = Limits(gpu_limit, cpu_limit)
         self.min_gain = min_gain
         self.guard = guard
@@ -99,11 +138,13 @@ class Adaptive(Policy):
     def begin(self, view: PassView) -> None:
         self._prompt_tokens += view.prefill_tokens
         self._cpu_rows = view.cpu_rows
+        if self._asked:
+            self._look_for_answer(view)
         if self._next is not None and view.number >= self._next[0]:
             self._use(self._next[1], self._next[2], view)
             self._next = None
         rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
-        if rows and self._next is None:
+        if rows and self._next is None and not self._asked and not self._too_early(view):
             load = self._situation(view, rows)
             learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
             settled = view.number - self._planned_at >= SETTLE_PASSES
@@ -126,16 +167,39 @@ class Adaptive(Policy):
         self._planned_at = view.number
         self._load = load
         self._factor = view.cpu_factor
+        if self.planner is not None:
+            self._ask(load, view)
+            return
         layout, expected = self.choose(load, self.costs.corrected(round(view.cpu_factor, 2)))
         if self.plan_passes and self.layout is not None:
             self._next = (view.number + self.plan_passes, layout, expected)
         else:
             self._use(layout, expected, view)
 
+    def _too_early(self, view: PassView) -> bool:
+        """An answer that takes a while should not be about a moment: rows of the GPU are about to decode."""
+        return self.planner is not None and not view.gpu_rows and view.prefill_tokens > 0
+
+    def _ask(self, load: Load, view: PassView) -> None:
+        assert self.planner is not None
+        if not load.gpu_rows:
+            self._use(_alone_on_cpu(load), None, view)
+            return
+        discount = tuple(self._discount.items())
+        self.planner.ask(Question(load, round(view.cpu_factor, 2), self.limits, self.min_gain, discount))
+        self._asked = True
+
+    def _look_for_answer(self, view: PassView) -> None:
+        assert self.planner is not None
+        answer = self.planner.take()
+        if answer is not None:
+            self._asked = False
+            self._use(*answer, view)
+
     def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
         """The layout with the highest predicted rate that keeps the limits, and that prediction."""
         if not load.gpu_rows:
-            layout = Layout("async_overlap", min(2, load.cpu_rows))
+            layout = _alone_on_cpu(load)
             return layout, self.predict(load, layout, costs, True)
         alone = Layout("gpu_only")
         base = self.predict(load, alone, costs, True)
@@ -170,7 +234,7 @@ class Adaptive(Policy):
                 found += bounded(rule_layouts(costs, load.gpu_rows, rows, load.context, (0.2,), (0.0, 0.5)), rows)
         return found
 
-    def _use(self, layout: Layout, expected: Prediction, view: PassView) -> None:
+    def _use(self, layout: Layout, expected: Prediction | None, view: PassView) -> None:
         self.expected = expected
         self._mark = view
         costs = self.costs.corrected(round(self._factor, 2))
@@ -237,6 +301,15 @@ class Adaptive(Policy):
         return chosen
 
 
+def _alone_on_cpu(load: Load) -> Layout:
+    """Without GPU rows two cohorts take turns."""
+    return Layout("async_overlap", min(2, load.cpu_rows))
+
+
+def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:
+    raise InputError("this policy has a planner, which predicts elsewhere: it cannot be asked for a layout directly")
+
+
 def _coarse(count: int) -> int:
     """``count`` to about 3 %: loads that hardly differ are planned for once."""
     step = 1 << max(0, count.bit_length() - 5)
@@ -252,7 +325,7 @@ class Auto(Adaptive):
     def __init__(
         self,
         costs: Costs | None = None,
-        predict: Predict | None = None,
+        predict: Predict | Planner | None = None,
         gpu_limit: float | None = None,
         cpu_limit: float | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.adaptive import Adaptive, Auto, Predict
+from hybridattn.policies.adaptive import Adaptive, Auto, Planner, Predict
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
@@ -19,7 +19,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(
-    policy: str | Policy, costs: Costs | None = None, predict: Predict | None = None, **options: Any
+    policy: str | Policy, costs: Costs | None = None, predict: Predict | Planner | None = None, **options: Any
 ) -> Policy:
     """A policy from its name, from ``package.module:Class``, or as it is.
 
@@ -35,7 +35,7 @@ def make_policy(
     """
     if isinstance(policy, Policy):
         return policy
-    cls = POLICIES.get(policy) or _imported(policy)
+    cls = policy_class(policy)
     known = inspect.signature(cls).parameters
     for option in options:
         if option not in known:
@@ -43,6 +43,11 @@ def make_policy(
     given = {"costs": costs, "predict": predict}
     options |= {name: value for name, value in given.items() if value is not None and name in known}
     return cls(**options)
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class behind a policy's name or import path; InputError when there is none."""
+    return POLICIES.get(name) or _imported(name)
 
 
 def _imported(path: str) -> type[Policy]:

@@ -6,15 +6,17 @@ import importlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RunRecords
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.core.trace import Trace
+from hybridattn.cost.profile import Profile
 from hybridattn.policies.base import Policy
-from hybridattn.policies.registry import make_policy
 from hybridattn.runtime.call import Call, Output, Piece
+from hybridattn.runtime.chosen import PolicyChoice
 from hybridattn.runtime.config import EngineConfig
 from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.params import SamplingParams
@@ -33,7 +35,8 @@ class LLM:
     device : str
         ``host``; ``cuda`` is refused with the reason where it cannot be used, never replaced.
     policy : str or Policy
-        ``gpu_only``, ``sync_offload``, ``async_overlap``, or ``module:Class``.
+        ``gpu_only``, ``sync_offload``, ``async_overlap``, ``asymmetric``, ``adaptive``, ``auto``, or ``module:Class``.
+        The last two plan by a profile of this machine, in a process of their own.
     dtype : str
         ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless
         ``kv_dtype`` is given, K and V.
@@ -43,6 +46,9 @@ class LLM:
         Where K,V of a :meth:`session` rest between its turns: ``cpu`` or ``gpu``.
     cpu_fraction : float, optional
         Force this share of the requests onto the CPU tier.
+    profile : str, Path or Profile, optional
+        Measured machine that ``adaptive`` and ``auto`` plan by; default: what ``hybridattn calibrate`` wrote.
+        ``asymmetric`` decides by it where it is given, else it lets all CPU rows run.
     policy_options, device_options : dict, optional
         Passed to the policy and the device.
     record : bool
@@ -78,6 +84,7 @@ class LLM:
         op_timeout_s: float = 60.0,
         pause_tier: str = CPU_TIER,
         cpu_fraction: float | None = None,
+        profile: str | Path | Profile | None = None,
         policy_options: dict[str, Any] | None = None,
         device_options: dict[str, Any] | None = None,
         backend: str = "native",
@@ -86,9 +93,7 @@ class LLM:
         options = dict(policy_options or {})
         if cpu_fraction is not None:
             options["cpu_fraction"] = cpu_fraction
-        if not isinstance(policy, str | Policy):
-            raise InputError(f"policy must be a name or a Policy, got {policy!r}")
-        self.policy = make_policy(policy, **options)
+        choice = PolicyChoice(policy, options, profile)
         dtypes = ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
         if dtype not in dtypes:
             raise InputError(f"dtype must be {' or '.join(dtypes)} on device '{device}', got '{dtype}'")
@@ -118,6 +123,9 @@ class LLM:
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
             stages = importlib.import_module("hybridattn.models.torch_stages").TorchStages
             self.stages = stages(self.model, self.device, config, kv_dtype or dtype, backend)
+            self.policy, self.planner = choice.make(
+                self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
+            )
         except BaseException as error:
             self.device.close()  # or its threads would outlive a refused argument
             if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
@@ -132,7 +140,9 @@ class LLM:
                 self.model.tokenizer.pieces,
             )
             self._new_text = lambda p: text_stream(pieces, p.stop, p.skip_special_tokens)
-        self.engine = Engine(self.stages, self.device, self.policy, config, frozenset(self.model.config.eos_ids))
+        stop_planning = self.planner.close if self.planner is not None else lambda: None
+        eos_ids = frozenset(self.model.config.eos_ids)
+        self.engine = Engine(self.stages, self.device, self.policy, config, eos_ids, stop_planning)
 
     # -- text --------------------------------------------------------------------------------------------------------
 
@@ -257,7 +267,9 @@ class LLM:
         return {tier: self.engine.scheduler.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
     def close(self) -> None:
-        """Stop the lanes (bounded); idempotent."""
+        """Stop planning and the lanes (bounded); idempotent."""
+        if self.planner is not None:
+            self.planner.close()
         self.device.close()
 
     def __enter__(self) -> LLM:

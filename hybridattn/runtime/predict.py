@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from hybridattn.core.device import Device
 from hybridattn.cost.costs import Costs
@@ -16,9 +17,12 @@ QUICK = (12, 18)  # passes of warm-up, passes measured
 THOROUGH = (30, 50)
 
 
-def open_priced(pricing: Pricing) -> Device:
-    """A simulated device that keeps no spans, found by name: this room knows no concrete device."""
-    return importlib.import_module("hybridattn.devices.sim").SimDevice(pricing, record=False)
+def open_priced(pricing: Pricing, **driver: Any) -> Device:
+    """A simulated device that keeps no spans, found by name: this room knows no concrete device.
+
+    ``driver`` is what the driver and the lanes' threads cost (``hybridattn.cost.machine.driver_of``).
+    """
+    return importlib.import_module("hybridattn.devices.sim").SimDevice(pricing, record=False, **driver)
 
 
 def by_simulation(

@@ -356,7 +356,8 @@ class Scheduler:
                 continue
             if any(m.source == request.tier and m.then is State.PAUSED for m in self._under_way):
                 return False
-            victim = max((r for r in self.running if r.tier == request.tier and r.blocks), key=_arrival)
+            holders = [r for r in self.running if r.tier == request.tier and r.blocks]
+            victim = max(holders, key=_younger)
             if request.tier == GPU_TIER and self._swap_out(victim):
                 return False
             self.preempt(victim)
@@ -407,9 +408,14 @@ class Scheduler:
     def _wanted_prompts(
         self, budget: int, segments: list[Segment], decodes: list[Segment], idle: tuple[CpuRow, ...]
     ) -> int:
-        """How many of the next prompts the policy wants to read for the CPU tier in this pass."""
+        """How many of the next prompts the policy wants to read for the CPU tier in this pass.
+
+        Where requests may be swapped out, room for those of the GPU tier is kept, as far as the CPU tier is large.
+        """
         candidates: list[int] = []
-        free, seats = self.pools[CPU_TIER].num_free, self.config.max_num_seqs - len(self.running)
+        pool, seats = self.pools[CPU_TIER], self.config.max_num_seqs - len(self.running)
+        kept = min(self.pools[GPU_TIER].num_blocks, pool.num_blocks // 4) if self._swaps and self.running else 0
+        free = pool.num_free - kept
         for request in self.waiting[:seats]:
             tokens, need = request.num_tokens, blocks_for(request.num_tokens, self._page)
             if need > free or (tokens > budget and candidates):
@@ -485,6 +491,11 @@ class Scheduler:
 
 def _arrival(request: Request) -> tuple[int, int]:
     return request.arrival_ns, request.index
+
+
+def _younger(request: Request) -> tuple[bool, int, int]:
+    """Who gives blocks back first: the youngest; one whose K,V is on its way comes last, or moves would be for nothing."""
+    return request.state is not State.MOVING, *_arrival(request)
 
 
 def _discard(queue: list[Request], request: Request) -> None:

@@ -1,0 +1,78 @@
+"""The profile of this machine: where it lies, and the cost model that it gives for one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import driver_of, measured_machine
+from hybridattn.cost.profile import Profile, load_profile
+from hybridattn.cost.stages_cost import ModelCost
+
+
+def default_path() -> Path:
+    """Where ``hybridattn calibrate`` writes the profile of this machine unless told otherwise."""
+    return Path.home() / ".cache" / "hybridattn" / "this-machine.json"
+
+
+def profile_here(given: str | Path | Profile | None = None) -> Profile:
+    """The profile that was named or given, else the one of this machine.
+
+    Raises
+    ------
+    InputError
+        There is none, with how to make one; or what was named is no profile of a measured machine.
+    """
+    if isinstance(given, Profile):
+        found = given
+    elif given is None:
+        path = default_path()
+        if not path.is_file():
+            raise InputError(
+                f"there is no profile of this machine at {path}: run `hybridattn calibrate`, or name another profile"
+            )
+        found = load_profile(path)
+    elif isinstance(given, str | Path):
+        found = load_profile(given)
+    else:
+        raise InputError(f"profile must be a path, a name or a Profile, got {given!r}")
+    if found.role != "machine":
+        raise InputError(f"profile {found.name} describes a {found.role}, a measured machine is needed")
+    return found
+
+
+def costs_here(profile: Profile, shape: ModelShape, dtype: str, kv_dtype: str, fingerprint: str) -> Costs:
+    """The cost model of this machine for one model.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of this machine and build (``Device.profile``).
+
+    Raises
+    ------
+    InputError
+        A profile of another machine, model or dtype, or of an older version; the message says what to run.
+    """
+    again = f"run `hybridattn calibrate --model MODEL --dtype {dtype}`"
+    if profile.fingerprint != fingerprint:
+        raise InputError(
+            f"profile {profile.name} was measured on {profile.fingerprint}, this is {fingerprint}: {again} here"
+        )
+    wanted, measured = (shape.name, dtype, kv_dtype), (profile.model, profile.dtype, profile.dtype)
+    if wanted != measured:
+        raise InputError(
+            f"profile {profile.name} was measured with {_model(*measured)}, not with {_model(*wanted)}: {again}, and "
+            f"name its file with --profile, there and as the profile here"
+        )
+    try:
+        driver_of(profile)
+    except InputError as error:
+        raise InputError(f"{error}: it was made by an earlier version, so {again} once more") from error
+    return Costs(ModelCost(shape, dtype), measured_machine(profile, shape.name, dtype, fingerprint))
+
+
+def _model(name: str, dtype: str, kv_dtype: str) -> str:
+    return f"{name} {dtype}" + (f" and K,V of {kv_dtype}" if kv_dtype != dtype else "")

@@ -1,0 +1,316 @@
+"""Policies that decide by a cost model, with real tokens on the host: planning never stops or changes a generation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from made_profile import made_profile
+
+from hybridattn import LLM, SamplingParams
+from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.cost.here import costs_here, default_path
+from hybridattn.cost.machine import driver_of
+from hybridattn.cost.profile import save_profile
+from hybridattn.devices.fingerprint import fingerprint
+from hybridattn.models.load import load
+from hybridattn.policies.adaptive import Adaptive, Question
+from hybridattn.policies.load import Limits, Load
+from hybridattn.runtime import planner as planner_module
+from hybridattn.runtime.planner import Planner
+from hybridattn.runtime.predict import by_simulation, open_priced
+
+TINY = load("dummy:tiny")
+NAME = TINY.config.shape.name
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+JOBS = [[i + 1, 7, 3 * i + 2] * 5 for i in range(6)]
+SMALL = {"gpu_kv_blocks": 5, "cpu_kv_blocks": 40, "page_size": 16}  # one request and a half at a time on the GPU tier
+ROOMY = {"gpu_kv_blocks": 40, "cpu_kv_blocks": 40, "page_size": 16}
+pytestmark = pytest.mark.filterwarnings("ignore::hybridattn.cost.table.ExtrapolationWarning")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return made_profile(fingerprint(), NAME, cpu_factor=0.5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM(TINY, policy="gpu_only", **ROOMY) as llm:
+        return [o.token_ids for o in llm.generate(JOBS, PARAMS)]
+
+
+def ended(pid, within_s=10.0):
+    """The process is gone (our own child: also collected)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def until(condition, step, limit_s=60.0):
+    """Step until the condition holds, bounded."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        step()
+
+
+def planned(llm):
+    """Keep the engine busy until the first plan is in use, then add jobs; returns the call."""
+
+    def step():
+        if llm.engine.unfinished < 12:
+            llm.start(JOBS * 4, PARAMS)
+        llm.engine.step()
+
+    until(lambda: llm.policy.layout is not None, step)
+    return llm.start(JOBS * 4, PARAMS)
+
+
+# -- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_adaptive_gives_the_tokens_of_gpu_only_and_uses_the_cpu_where_it_pays(profile, plain):
+    threads = set(threading.enumerate())
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        call = planned(llm)
+        pid = llm.planner.pid
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)  # behind those who serve
+        for _ in call.pieces():
+            pass
+        assert [o.token_ids for o in call.outputs()] == plain * 4
+        assert llm.policy.layout.kind != "gpu_only" and llm.policy.expected.tokens_per_s > 0
+        assert "cpu" in {o.tier for o in call.outputs()}
+        assert llm.free_blocks() == {"gpu": 5, "cpu": 40}
+    assert ended(pid) and set(threading.enumerate()) <= threads
+
+
+def test_auto_leaves_a_cpu_that_does_not_pay_alone(plain):
+    dear = made_profile(fingerprint(), NAME, cpu_factor=10_000.0)
+    with LLM(TINY, policy="auto", profile=dear, **SMALL) as llm:
+        call = planned(llm)
+        for _ in call.pieces():
+            pass
+        assert [o.token_ids for o in call.outputs()] == plain * 4
+        assert llm.policy.layout.kind == "gpu_only" and {o.tier for o in call.outputs()} == {"gpu"}
+
+
+def test_auto_submits_the_ops_of_gpu_only_and_starts_no_process_where_all_fits(profile, plain):
+    ops = {}
+    for policy in ("gpu_only", "auto"):
+        with LLM(TINY, policy=policy, profile=profile, **ROOMY) as llm:
+            seen, submit = [], llm.device.submit
+            llm.device.submit = lambda op, after=(), seen=seen, submit=submit: (
+                seen.append((op.name, op.lane, op.layer, op.work.rows, op.work.kv_tokens, op.requests, len(after))),
+                submit(op, after),
+            )[1]
+            assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
+            assert sum(p.polls_made for p in llm.take_records().passes) == 0
+            ops[policy] = seen
+            if policy == "auto":
+                assert llm.planner.pid is None and llm.policy.plans == 0
+    assert ops["auto"] == ops["gpu_only"]
+
+
+def test_asymmetric_decides_by_a_profile_where_one_is_given(profile, plain):
+    for given in (None, profile):
+        with LLM(TINY, policy="asymmetric", profile=given, **SMALL) as llm:
+            assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
+            assert (llm.policy.costs is not None) == (given is not None) and llm.planner is None
+
+
+def test_the_answer_is_that_of_the_policy_itself(profile):
+    """Through the process and back, with all that decides it: what the CPU turned out to take, limits, discounts."""
+    shape = TINY.config.shape
+    costs = costs_here(profile, shape, "fp32", "fp32", profile.fingerprint)
+    predict = by_simulation(partial(open_priced, **driver_of(profile)))
+    first = Question(Load(4, 8, 64), 1.1, Limits(), 1.0)
+    found = first.answer(costs, predict)
+    assert found == Adaptive(costs, predict).choose(Load(4, 8, 64), costs.corrected(1.1))
+    second = replace(first, limits=Limits(gpu=1.01), discount=((found[0], 0.5),))
+    planner = Planner(profile, shape, "fp32")
+    try:
+        for question in (first, second):
+            planner.ask(question)
+            answers = []
+            until(lambda a=answers: a, lambda a=answers: (time.sleep(0.01), a.extend(filter(None, [planner.take()]))))
+            assert answers == [question.answer(costs, predict)]
+    finally:
+        planner.close()
+    assert found[0].kind != "gpu_only" and answers[0][0] != found[0]
+
+
+# -- the process and its end -----------------------------------------------------------------------------------------
+
+
+def test_a_broken_engine_ends_the_process(profile):
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        planned(llm)
+        pid = llm.planner.pid
+
+        def explode(*args):
+            raise ArithmeticError("no such number")
+
+        llm.stages._linear = explode
+        with pytest.raises(DeviceError, match="no such number"):
+            for _ in range(100):
+                llm.engine.step()
+        assert ended(pid) and llm.planner.pid is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_that_dies_does_not_stop_the_generation(profile, plain, when):
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        if when == "after":
+            call = planned(llm)
+            layout = llm.policy.layout
+            os.kill(llm.planner.pid, signal.SIGKILL)
+            llm.policy._load = None  # it wants to plan again
+        else:
+            call = llm.start(JOBS * 4, PARAMS)
+            until(lambda: llm.planner.pid is not None, llm.engine.step)
+            os.kill(llm.planner.pid, signal.SIGKILL)
+            layout = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            until(lambda: llm.planner.failure is not None, llm.engine.step)
+            for _ in call.pieces():
+                pass
+        assert [o.token_ids for o in call.outputs()] == plain * 4
+        assert llm.policy.layout == layout
+        said = [str(w.message) for w in caught if w.category is RuntimeWarning]
+        assert said == ["planning has stopped, and the layout in use goes on: its process ended with code -9"]
+
+
+def test_an_answer_that_does_not_come_ends_the_process(profile, plain):
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        llm.planner._timeout_s = 0.0
+        call = llm.start(JOBS * 4, PARAMS)
+        with pytest.warns(RuntimeWarning, match="planning has stopped.*no answer within 0 s"):
+            for _ in call.pieces():
+                pass
+        assert [o.token_ids for o in call.outputs()] == plain * 4 and llm.policy.layout is None
+
+
+def test_a_process_that_cannot_start_is_a_failure_and_no_more(profile, plain, monkeypatch):
+    monkeypatch.setattr(planner_module.sys, "executable", "/nowhere/python")
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        call = llm.start(JOBS * 4, PARAMS)
+        with pytest.warns(RuntimeWarning, match="planning has stopped.*could not start: .*/nowhere/python"):
+            for _ in call.pieces():
+                pass
+        assert [o.token_ids for o in call.outputs()] == plain * 4
+
+
+def test_a_question_that_cannot_be_answered_says_why(profile):
+    planner = Planner(profile, TINY.config.shape, "fp32")
+    try:
+        planner.ask("no question")
+        with pytest.warns(RuntimeWarning, match="AttributeError: 'str' object has no attribute 'answer'"):
+            until(lambda: planner.failure is not None, lambda: (planner.take(), time.sleep(0.01)))
+        assert planner.take() is None and planner.pid is None  # and it is said once
+    finally:
+        planner.close()
+        planner.close()
+
+
+def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
+    """Killed without a chance to clean up; and a main program without a guard is not run again by the process."""
+    path = tmp_path / "here.json"
+    save_profile(profile, path)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time, signal, torch\n"
+        "from hybridattn import LLM, SamplingParams\n"
+        "print('begun', flush=True)\n"
+        f"llm = LLM('dummy:tiny', policy='adaptive', profile=sys.argv[1], **{SMALL!r})\n"
+        "llm.start([[1, 2, 3] * 5] * 6, SamplingParams(max_tokens=40, ignore_eos=True))\n"
+        "while llm.planner.pid is None:\n    llm.engine.step()\n"
+        "print(llm.planner.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(program), str(path)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    begun, pid = done.stdout.split()
+    assert begun == "begun" and ended(int(pid), 30.0)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_home(tmp_path, monkeypatch):
+    """An empty home folder."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path
+
+
+def refusal(policy="auto", **options):
+    threads = set(threading.enumerate())
+    with pytest.raises(InputError) as caught:
+        LLM(TINY, policy=policy, **SMALL, **options)
+    assert set(threading.enumerate()) <= threads
+    message = str(caught.value)
+    assert message.startswith(f"policy '{policy}' decides by a cost model, and ") and "\n" not in message
+    return message
+
+
+def test_without_a_profile_it_says_how_to_make_one(at_home):
+    for policy in ("auto", "adaptive"):
+        assert "there is no profile of this machine at" in (message := refusal(policy))
+        assert "run `hybridattn calibrate`" in message
+
+
+def test_the_profile_of_this_machine_is_found_by_itself(at_home, profile, plain):
+    save_profile(profile, default_path())
+    with LLM(TINY, policy="auto", **ROOMY) as llm:
+        assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
+
+
+def test_a_profile_of_something_else_is_refused(profile, tmp_path):
+    here = fingerprint()
+    again = "run `hybridattn calibrate --model MODEL --dtype fp32`"
+    cases = [
+        (replace(profile, fingerprint="elsewhere"), f"made-up was measured on elsewhere, this is {here}: {again} here"),
+        (replace(profile, model="other"), f"made-up was measured with other fp32, not with {NAME} fp32: {again}"),
+        (replace(profile, dtype="bf16"), f"made-up was measured with {NAME} bf16, not with {NAME} fp32: {again}"),
+        (replace(profile, quantities={}), f"it was made by an earlier version, so {again} once more"),
+        ("a100-80g", "profile a100-80g describes a gpu, a measured machine is needed"),
+        ("nonsense", "profile 'nonsense' is unknown; shipped are"),
+        (tmp_path / "none.json", f"profile file {tmp_path / 'none.json'} does not exist"),
+        (3, "profile must be a path, a name or a Profile, got 3"),
+    ]
+    for given, expected in cases:
+        assert expected in refusal(profile=given)
+    assert f"{NAME} fp32, not with {NAME} fp32 and K,V of int8" in refusal(profile=profile, kv_dtype="int8")
+
+
+def test_options_of_a_policy_that_plans_are_checked_and_leave_no_thread(profile):
+    threads = set(threading.enumerate())
+    for options, expected in (
+        ({"policy_options": {"speed": 1}}, "policy 'adaptive' has no option 'speed'"),
+        ({"policy_options": {"gpu_limit": 0.5}}, "limit gpu must be at least 1"),
+        ({"cpu_fraction": 0.5}, "policy 'adaptive' has no option 'cpu_fraction'"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            LLM(TINY, policy="adaptive", profile=profile, **SMALL, **options)
+    assert set(threading.enumerate()) <= threads
+
+
+def test_policies_without_a_cost_model_need_no_profile(at_home, profile, plain):
+    with LLM(TINY, policy="async_overlap", profile=profile, **ROOMY) as llm:
+        assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
