@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
 
-OWN, SHARED, BUSY = "cores of its own", "workers on all cores", "and beside busy processes"
+OWN, SHARED, BUSY = "cores of its own", "workers on all cores", "workers on all cores, other processes too"
 LAYOUTS = {"own": OWN, "shared": SHARED, "busy": BUSY}
 
 

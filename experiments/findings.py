@@ -32,6 +32,8 @@ def panel_lines(
     lines = [f"{where}{s.name}: {enough(s, question, ladder.lower_is_better)}" for s in panel.series if ladder.enough]
     if question.baseline and question.relative and panel.find(question.baseline) is None:
         return [*lines, f"{where}no crossover can be told: {question.baseline}, the baseline, is not in this sweep"]
+    if question.relative and not found and not lines:
+        return [f"{where}there is nothing beside {question.baseline} to compare it with"]
     lines += [f"{where}{name} over {question.baseline}: {c.describe(question.unit)}" for name, c in found.items()]
     return lines if lines or not bare else [f"{where}{s.name}: {extremes(s, question)}" for s in panel.series]
 

@@ -66,10 +66,12 @@ def simulate(app: App, s: SessionSettings) -> dict[str, Any]:
     engine = engine_for(app, s, policy, sim_device(app, pricing), pause_tier=RESTS_ON[s.context])
     served = Replay(engine, workload, keep_contexts=s.context != "recompute").run()
     found = row(app, s, workload, engine, served, served.requests)
-    return {**found, **turns(s, workload, served.requests, engine.scheduler.contexts)}
+    return {**found, **turns(app, s, workload, served.requests, engine.scheduler.contexts)}
 
 
-def turns(s: SessionSettings, workload: Workload, records: Sequence[RequestRecord], contexts: Any) -> dict[str, Any]:
+def turns(
+    app: App, s: SessionSettings, workload: Workload, records: Sequence[RequestRecord], contexts: Any
+) -> dict[str, Any]:
     """What tells the turns apart, and what became of the contexts between them."""
     later = [i for i in workload.items if i.after is not None]
     if not later:
@@ -82,8 +84,9 @@ def turns(s: SessionSettings, workload: Workload, records: Sequence[RequestRecor
             (first if workload.items[int(record.request_id)].after is None else rest).append(time_ns)
     history = sum(i.history_tokens for i in later)
     return {
-        "context": s.context, "context_is": NAMES[s.context], "sessions": len(workload) - len(later),
-        "later_turns": len(later), "mean_pause_s": fmean(i.delay_ns for i in later) / 1e9,
+        "pause_s": app.workload.options.get("mean_pause_ns", 0) / 1e9 * s.time_scale,
+        "context_is": NAMES[s.context], "sessions": len(workload) - len(later),
+        "later_turns": len(later), "drawn_pause_mean_s": fmean(i.delay_ns for i in later) / 1e9,
         "ttft_first_turn_mean_ns": fmean(first) if first else None,
         "ttft_next_turn_mean_ns": fmean(rest) if rest else None,
         "history_tokens": history, "reused_tokens": contexts.reused_tokens, "evicted_contexts": contexts.evicted,
@@ -94,8 +97,8 @@ def turns(s: SessionSettings, workload: Workload, records: Sequence[RequestRecor
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
     """At each pause: how much sooner the next turn begins than with its history computed again."""
     lines = []
-    for place, pause in dict.fromkeys((r["hardware"], r["mean_pause_ns"]) for r in rows):
-        here = [r for r in rows if (r["hardware"], r["mean_pause_ns"]) == (place, pause)]
+    for place, pause in dict.fromkeys((r["hardware"], r["pause_s"]) for r in rows):
+        here = [r for r in rows if (r["hardware"], r["pause_s"]) == (place, pause)]
         means = {c: _mean(here, c, "ttft_next_turn_mean_ns") for c in NAMES if any(r["context"] == c for r in here)}
         base = means.get("recompute")
         if base is None or len(means) < 2:
@@ -107,7 +110,7 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
             if c != "recompute"
         ]
         lines.append(
-            f"{place}, pauses of {pause / 1e9:g} s: the next turn's first token comes after {base / 1e6:.0f} ms where "
+            f"{place}, pauses of {pause:g} s: the next turn's first token comes after {base / 1e6:.0f} ms where "
             f"K,V are dropped; {'; '.join(parts)}"
         )
     return lines

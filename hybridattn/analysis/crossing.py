@@ -63,8 +63,8 @@ class Crossing:
     def describe(self, unit: str = "") -> str:
         """One clause for people."""
         if self.state == "never":
-            return "no crossover in range: it pays nowhere"
-        if self.state == "always":
+            text = "no crossover in range: it pays nowhere"
+        elif self.state == "always":
             text = "no crossover in range: it pays from the smallest point on"
         elif self.state == "unknown":
             return "no crossover: there is nothing to compare"

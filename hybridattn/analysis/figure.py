@@ -28,7 +28,7 @@ STYLES = {
     "adaptive": ("#d55e00", "*"), "auto": ("#0072b2", "X"),
 }  # fmt: skip
 CROSSES = (("x", "#8b0000"), ("+", "#4b0082"), ("1", "#005f5f"))  # published points
-TITLE_WIDTH = 92
+TITLE_WIDTH = 84
 OTHERS = ("#666666", "#8c564b", "#17becf", "#7f3c8d", "#11a579", "#3969ac")
 
 
@@ -115,7 +115,11 @@ def _label(axes: Axes, panel: Panel, question: Question, found: Crossing | None)
     if question.relative:
         axes.axhline(1.0, color="#000000", linewidth=0.6)
     axes.set_xlabel(question.x_label or question.x)
-    axes.set_ylabel(question.y_label or question.y)
+    label = question.y_label or question.y
+    if label.endswith("[ns]") and not question.log_y:  # billions would need a factor in the corner, under the title
+        label = label.removesuffix("[ns]") + "[ms]"
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.6g}")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     head = [panel.label] if panel.label else []

@@ -13,6 +13,7 @@ from typing import Any
 from hybridattn.core.errors import InputError
 
 Row = Mapping[str, Any]
+MANY = 3  # more profiles than this are not all named in a title
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,10 @@ class Origin:
     commits: tuple[str, ...]
 
     def __str__(self) -> str:
-        kind, device, profile, commit = (
-            ", ".join(values) or "unknown" for values in (self.kinds, self.devices, self.profiles, self.commits)
-        )
+        kind, device, commit = (", ".join(values) or "unknown" for values in (self.kinds, self.devices, self.commits))
+        profile = ", ".join(self.profiles) or "unknown"
+        if len(self.profiles) > MANY:  # all of them are in the rows and in the report
+            profile = f"{self.profiles[0]} to {self.profiles[-1]} ({len(self.profiles)} in all)"
         if self.kinds == ("simulated",):
             return f"simulated with profile {profile}, commit {commit}"
         return f"{kind} on {device}, {profile}, commit {commit}"

@@ -89,3 +89,21 @@ def test_a_log_axis_refuses_zero():
     with pytest.raises(InputError, match="state 'maybe'"):
         Crossing("maybe")
     assert not math.isnan(crossing({1: 0.5, 2: 2.0}, log_x=True).value)
+
+
+def test_two_repeats_give_a_value_without_an_interval():
+    base, candidate = Series("b", {1.0: (1, 1), 2.0: (1, 1)}), Series("c", {1.0: (0.5, 0.5), 2.0: (1.5, 1.5)})
+    found = crossover(base, candidate)
+    assert (found.value, found.low, found.high) == (1.5, None, None)
+    assert found.describe("apples") == "pays from 1.5 apples on (no interval from 2 repeats)"
+
+
+def test_a_verdict_of_nowhere_that_the_draws_do_not_support_says_so():
+    base = Series("b", {1.0: (1, 1, 1), 2.0: (1, 1, 1)})
+    noisy = Series("c", {1.0: (0.5, 0.5, 0.5), 2.0: (0.2, 0.9, 1.8)})  # the mean, 0.97, pays nowhere
+    found = crossover(base, noisy)
+    assert found.state == "never" and 0.1 < found.share < 0.9
+    says = f"no crossover in range: it pays nowhere; yet {found.share:.0%} of the bootstrap's draws cross"
+    assert found.describe() == says
+    sure = crossover(base, Series("c", {1.0: (0.5, 0.5, 0.5), 2.0: (0.8, 0.8, 0.8)}))
+    assert sure.share == 0 and sure.describe() == "no crossover in range: it pays nowhere"

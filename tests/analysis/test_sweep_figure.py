@@ -58,3 +58,18 @@ def test_a_question_needs_its_columns():
         Question("", "rate")
     with pytest.raises(InputError, match="needs a baseline"):
         Question("ratio", "rate")
+
+
+def test_many_profiles_are_counted_and_three_are_named():
+    few = [{**r, "profile": f"p{i % 3}"} for i, r in enumerate(rows())]
+    assert str(origin_of(few)) == "simulated with profile p0, p1, p2, commit abc"
+    many = [{**r, "profile": f"p{i}"} for i, r in enumerate(rows())]
+    assert str(origin_of(many)) == "simulated with profile p0 to p11 (12 in all), commit abc"
+
+
+@pytest.mark.parametrize(("log_y", "shown"), [(False, "latency [ms]"), (True, "latency [ns]")])
+def test_times_are_shown_in_milliseconds_where_the_axis_is_linear(tmp_path, log_y, shown):
+    timed = [{**r, "rate": r["rate"] * 1e8} for r in rows()]
+    asked = Question("ratio", "rate", panels=("hardware",), y_label="latency [ns]", relative=False, log_y=log_y)
+    draw_sweep(panels_of(timed, asked), asked, [tmp_path / "a.svg"])
+    assert f"<!-- {shown} -->" in (tmp_path / "a.svg").read_text()  # how matplotlib notes what a glyph path says

@@ -76,6 +76,11 @@ def test_a_sweep_without_its_baseline_says_so(run, capsys):
     assert "no crossover can be told: gpu_only, the baseline, is not in this sweep" in capsys.readouterr().out
 
 
+def test_a_baseline_alone_says_so(run, capsys):
+    assert run("policy=gpu_only", "+settings.x=2,8", *ASK) == 0
+    assert "there is nothing beside gpu_only to compare it with" in capsys.readouterr().out
+
+
 def test_what_has_no_crossover_says_where_it_is_lowest_and_highest(run, capsys):
     assert run(*SWEEP, "analysis.x=x", "analysis.y=y", "analysis.relative=false", "analysis.y_label=speed") == 0
     out = capsys.readouterr().out
