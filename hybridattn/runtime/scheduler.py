@@ -415,7 +415,7 @@ class Scheduler:
         candidates: list[int] = []
         pool, seats = self.pools[CPU_TIER], self.config.max_num_seqs - len(self.running)
         kept = min(self.pools[GPU_TIER].num_blocks, pool.num_blocks // 4) if self._swaps and self.running else 0
-        free = pool.num_free - kept
+        free = self._room(CPU_TIER) - kept
         for request in self.waiting[:seats]:
             tokens, need = request.num_tokens, blocks_for(request.num_tokens, self._page)
             if need > free or (tokens > budget and candidates):

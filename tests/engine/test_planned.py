@@ -243,7 +243,8 @@ def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(program), str(path)], env=env, capture_output=True, text=True, timeout=120)
+    argv = [sys.executable, str(program), str(path)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     begun, pid = done.stdout.split()
     assert begun == "begun" and ended(int(pid), 30.0)

@@ -13,6 +13,10 @@ from toy_stages import ToyStages, reference
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.op import D2H, H2D
 from hybridattn.core.trace import violations
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
@@ -21,12 +25,14 @@ from hybridattn.runtime.engine import Engine
 from hybridattn.runtime.request import State
 
 LAYERS, PAGE = 3, 16
+COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
 POLICIES = {
     "gpu_only": GpuOnly,
     "async_overlap": AsyncOverlap,
     "all_on_cpu": lambda: AsyncOverlap(1.0, max_cohorts=2),
     "half_on_cpu": lambda: SyncOffload(0.5),
     "asymmetric": Asymmetric,
+    "asymmetric_priced": lambda: Asymmetric(COSTS),
 }
 
 
