@@ -16,10 +16,11 @@ from experiments.build import policy_of
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.calibration.bench import TIMEOUT_NS, Bench
-from hybridattn.calibration.measure import costs_of, default_path
+from hybridattn.calibration.measure import costs_of
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, CpuRow
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.here import default_path
 from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.devices.fingerprint import fingerprint

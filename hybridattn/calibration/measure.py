@@ -6,7 +6,6 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hybridattn.calibration.bench import CHUNKS, CONTEXTS, ROWS, TIMEOUT_NS, Bench
 from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
@@ -92,8 +91,3 @@ def costs_of(bench: Bench, profile: Profile, fingerprint: str) -> Costs:
     """The cost model of this machine for the bench's model."""
     pricing = measured_machine(profile, bench.shape.name, bench.dtype, fingerprint)
     return Costs(ModelCost(bench.shape, bench.dtype), pricing)
-
-
-def default_path() -> Path:
-    """Where the profile of this machine lies unless told otherwise."""
-    return Path.home() / ".cache" / "hybridattn" / "this-machine.json"

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridattn.calibration.bench import DTYPE, MODEL, Bench
-from hybridattn.calibration.measure import calibrate, check, default_path
+from hybridattn.calibration.measure import calibrate, check
+from hybridattn.cost.here import default_path
 from hybridattn.cost.profile import load_profile, save_profile
 
 

@@ -35,7 +35,13 @@ def _add_engine(p: argparse.ArgumentParser) -> None:
         "--model", default="smollm2-135m", help="name, safetensors folder, or GGUF file (default %(default)s)"
     )
     p.add_argument("--device", default="host", help="host or cuda (default %(default)s)")
-    p.add_argument("--policy", default="async_overlap", help="gpu_only, sync_offload, async_overlap, or module:Class")
+    p.add_argument(
+        "--policy", default="async_overlap",
+        help="gpu_only, sync_offload, async_overlap, asymmetric, adaptive, auto, or module:Class (default %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--profile", metavar="FILE", help="what `calibrate` wrote, for policies that plan (default: where it writes)"
+    )
     p.add_argument("--dtype", default="fp32", help="fp32, bf16, or on cuda fp16 (default %(default)s)")
     p.add_argument("--kv-dtype", help="dtype of K and V, default as --dtype")
     p.add_argument("--cpu-fraction", type=float, metavar="F", help="force this share of requests onto the CPU tier")
@@ -109,6 +115,7 @@ def _open(args: argparse.Namespace) -> LLM:
         max_num_batched_tokens=args.max_num_batched_tokens,
         op_timeout_s=args.op_timeout,
         cpu_fraction=args.cpu_fraction,
+        profile=args.profile,
         record=args.trace is not None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from made_profile import made_profile
 
 from hybridattn import LLM, SamplingParams
+from hybridattn.cli import main
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.cost.here import costs_here, default_path
 from hybridattn.cost.machine import driver_of
@@ -151,6 +153,16 @@ def test_the_answer_is_that_of_the_policy_itself(profile):
     finally:
         planner.close()
     assert found[0].kind != "gpu_only" and answers[0][0] != found[0]
+
+
+def test_the_command_line_takes_a_policy_that_plans_and_its_profile(real_model, prompts, tmp_path, capsys):
+    save_profile(made_profile(fingerprint(), "smollm2-135m"), tmp_path / "here.json")
+    argv = ["generate", "--policy", "auto", "--profile", str(tmp_path / "here.json"), "--max-tokens", "16", "--json"]
+    assert main([*argv, prompts["capital"]["text"]]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["policy"], row["token_ids"]) == ("auto", prompts["capital"]["token_ids"])
+    assert main(["generate", "--policy", "auto", "--profile", str(tmp_path / "none.json"), "x"]) == 2
+    assert "policy 'auto' decides by a cost model, and profile file" in capsys.readouterr().err
 
 
 # -- the process and its end -----------------------------------------------------------------------------------------
