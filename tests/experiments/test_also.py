@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
+from experiments.compose import CONFIGS
 from experiments.report import main as report
 from experiments.run import main
 
@@ -52,7 +54,7 @@ also: []
 repeats: 2
 settings: {kind: measured}
 sweep:
-  settings.x: 3,5
+  settings.x: 3
 """
 
 
@@ -79,9 +81,9 @@ def rows(tmp_path, name):
 def test_one_command_runs_both_and_their_rows_never_meet(tmp_path, run, capsys):
     assert run() == 0
     out = capsys.readouterr().out
-    assert "after pair comes pair_here on host: 8 points, projected 10 s" in out
+    assert "after pair comes pair_here on host: 4 points, projected 5 s" in out
     assert "pair found (simulated):" in out and "pair_here found (measured):" in out
-    for name, kind, count, device in (("pair", "simulated", 4, "sim"), ("pair_here", "measured", 8, "host")):
+    for name, kind, count, device in (("pair", "simulated", 4, "sim"), ("pair_here", "measured", 4, "host")):
         found = rows(tmp_path, name)
         assert {(r["kind"], r["device"], r["experiment"]) for r in found} == {(kind, device, name)}
         assert len(found) == count and f"{name} ({kind}): {folder(tmp_path, name).resolve()}" in out
@@ -96,7 +98,7 @@ def test_one_page_holds_both_each_with_its_origin(tmp_path, run):
     html = (folder(tmp_path, "pair") / "report.html").read_text()
     first, second = html.split('<h1 class="part">measured apples</h1>')
     assert "Every number of this part is simulated. 4 points, 0 failed." in first and "measured" not in first
-    assert "Every number of this part is measured. 8 points, 0 failed." in second and "simulated." not in second
+    assert "Every number of this part is measured. 4 points, 0 failed." in second and "simulated." not in second
     assert first.count("data:image/svg+xml") == second.count("data:image/svg+xml") == 1
     assert report([str(folder(tmp_path, "pair_here"))]) == 0  # and it has a page of its own
     assert "Every number on this page is measured." in (folder(tmp_path, "pair_here") / "report.html").read_text()
@@ -112,7 +114,7 @@ def test_it_is_left_out_and_said_so_when_the_command_line_says_what_to_sweep(tmp
 
 def test_it_can_be_asked_for_all_the_same_and_then_runs_as_in_its_file(tmp_path, run):
     assert run("settings.x=2", "policy=gpu_only", "also=[pair_here]") == 0
-    assert len(rows(tmp_path, "pair")) == 1 and len(rows(tmp_path, "pair_here")) == 8
+    assert len(rows(tmp_path, "pair")) == 1 and len(rows(tmp_path, "pair_here")) == 4
 
 
 def test_it_can_be_left_out_without_a_word(tmp_path, run, capsys):
@@ -124,14 +126,14 @@ def test_how_to_run_is_shared_and_the_launcher_is_not(tmp_path, run):
     assert run("+debug=quick", "launcher=joblib", "hydra.launcher.n_jobs=1") == 0
     assert {r["launcher"] for r in rows(tmp_path, "pair")} == {"joblib"}
     assert {r["launcher"] for r in rows(tmp_path, "pair_here")} == {"basic"}  # measured points disturb each other
-    assert len(rows(tmp_path, "pair_here")) == 4  # repeats: 1 of debug=quick
+    assert len(rows(tmp_path, "pair_here")) == 2  # repeats: 1 of debug=quick
 
 
 def test_the_worst_exit_code_counts_and_a_failed_point_stops_nothing(tmp_path, run):
     text = (tmp_path / "experiment" / "pair.yaml").read_text()
     (tmp_path / "experiment" / "pair.yaml").write_text(text.replace("settings.x: 2,4", "settings.x: 0,4"))
     assert run() == 1
-    assert [r["status"] for r in rows(tmp_path, "pair")].count("failed") == 2 and len(rows(tmp_path, "pair_here")) == 8
+    assert [r["status"] for r in rows(tmp_path, "pair")].count("failed") == 2 and len(rows(tmp_path, "pair_here")) == 4
     assert run("fail_fast=true") == 1
     assert len(list((tmp_path / "results" / "pair_here").glob("2*"))) == 1  # not begun again
 
@@ -150,7 +152,7 @@ def test_resume_goes_on_with_the_companion_that_this_sweep_began_and_with_no_oth
     assert begun != before
     stop.unlink()
     assert run("resume=true") == 0
-    assert folder(tmp_path, "pair_here").resolve() == begun and len(rows(tmp_path, "pair_here")) == 8
+    assert folder(tmp_path, "pair_here").resolve() == begun and len(rows(tmp_path, "pair_here")) == 4
     assert "pair: 0 points, 4 done before" in capsys.readouterr().out
     assert len(list((tmp_path / "results" / "pair_here").glob("2*"))) == 2
 
@@ -158,7 +160,7 @@ def test_resume_goes_on_with_the_companion_that_this_sweep_began_and_with_no_oth
 def test_a_companion_that_was_never_begun_begins_at_resume(tmp_path, run):
     assert run("also=[]") == 0
     assert run("resume=true") == 0
-    assert len(rows(tmp_path, "pair")) == 4 and len(rows(tmp_path, "pair_here")) == 8
+    assert len(rows(tmp_path, "pair")) == 4 and len(rows(tmp_path, "pair_here")) == 4
 
 
 @pytest.mark.parametrize(
@@ -175,10 +177,12 @@ def test_a_companion_that_cannot_be_is_refused_before_anything_runs(tmp_path, ru
     assert says in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
-def test_the_shipped_pairs_answer_the_same_question_on_sim_and_on_host(capsys):
-    for name in ("ratio", "capacity", "cpu_cores"):
-        assert main([f"+experiment={name}", "-c"]) == 0
-        first = capsys.readouterr().out
-        assert f"- {name}_host" in first.split("also:")[1].split("\nresults_root")[0]
-        assert main([f"+experiment={name}_host", "-c"]) == 0
-        assert "also: []" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["ratio", "capacity", "cpu_cores", "control_path", "sessions"])
+def test_the_shipped_experiments_are_measured_as_well(name):
+    first = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml")
+    assert f"{name}_host" in first.also
+    for other in first.also:
+        file = OmegaConf.load(CONFIGS / "experiment" / f"{other}.yaml")
+        assert file.name == other
+        if other.endswith("_host"):  # measured: an interval needs three repeats, and what it inherits is not run again
+            assert file.repeats >= 3 and not file.get("also")
