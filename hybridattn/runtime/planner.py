@@ -11,7 +11,6 @@ come the layout in use goes on, and so it does for good when the process has die
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from hybridattn.cost.profile import Profile
 from hybridattn.policies.adaptive import Question
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Prediction
-from hybridattn.runtime.planner_process import Failed, Setup
+from hybridattn.runtime.planner_words import Failed, Setup, question_line, read_answer
 
 _PROGRAM = "from hybridattn.runtime.planner_process import main; main()"
 
@@ -51,7 +50,7 @@ class Planner:
 
     def __init__(self, profile: Profile, shape: ModelShape, dtype: str, *, answer_timeout_s: float = 120.0) -> None:
         self.failure: str | None = None
-        self._setup = Setup(profile.to_json(), shape, dtype)
+        self._setup = Setup(profile, shape, dtype).line()
         self._timeout_s = answer_timeout_s
         self._asked_at: float | None = None
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
@@ -104,9 +103,12 @@ class Planner:
                 if process is None:
                     return
                 assert process.stdin is not None and process.stdout is not None
-                pickle.dump(question, process.stdin)
+                process.stdin.write(question_line(question))
                 process.stdin.flush()
-                self._answer = pickle.load(process.stdout)
+                line = process.stdout.readline()
+                if not line:
+                    raise EOFError("no more answers")
+                self._answer = read_answer(line)
             except Exception as error:  # whatever it is, the driver goes on without answers, and says why
                 self.failure = self.failure or self._cause(error)
                 return
@@ -122,7 +124,7 @@ class Planner:
                     env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
                 )  # fmt: skip
                 assert self._process.stdin is not None
-                pickle.dump(self._setup, self._process.stdin)
+                self._process.stdin.write(self._setup)
             return self._process
 
     def _cause(self, error: Exception) -> str:

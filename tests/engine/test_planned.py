@@ -37,6 +37,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 JOBS = [[i + 1, 7, 3 * i + 2] * 5 for i in range(6)]
 SMALL = {"gpu_kv_blocks": 5, "cpu_kv_blocks": 40, "page_size": 16}  # one request and a half at a time on the GPU tier
 ROOMY = {"gpu_kv_blocks": 40, "cpu_kv_blocks": 40, "page_size": 16}
+FIRST = Question(Load(4, 8, 64), 1.1, Limits(), 1.0)
 pytestmark = pytest.mark.filterwarnings("ignore::hybridattn.cost.table.ExtrapolationWarning")
 
 
@@ -139,7 +140,7 @@ def test_the_answer_is_that_of_the_policy_itself(profile):
     shape = TINY.config.shape
     costs = costs_here(profile, shape, "fp32", "fp32", profile.fingerprint)
     predict = by_simulation(partial(open_priced, **driver_of(profile)))
-    first = Question(Load(4, 8, 64), 1.1, Limits(), 1.0)
+    first = FIRST
     found = first.answer(costs, predict)
     assert found == Adaptive(costs, predict).choose(Load(4, 8, 64), costs.corrected(1.1))
     second = replace(first, limits=Limits(gpu=1.01), discount=((found[0], 0.5),))
@@ -230,8 +231,8 @@ def test_a_process_that_cannot_start_is_a_failure_and_no_more(profile, plain, mo
 def test_a_question_that_cannot_be_answered_says_why(profile):
     planner = Planner(profile, TINY.config.shape, "fp32")
     try:
-        planner.ask("no question")
-        with pytest.warns(RuntimeWarning, match="AttributeError: 'str' object has no attribute 'answer'"):
+        planner.ask(replace(FIRST, cpu_factor=-1.0))
+        with pytest.warns(RuntimeWarning, match="planning has stopped.*InputError: factor must be positive, got -1.0"):
             until(lambda: planner.failure is not None, lambda: (planner.take(), time.sleep(0.01)))
         assert planner.take() is None and planner.pid is None  # and it is said once
     finally:
