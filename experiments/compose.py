@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,5 +175,7 @@ def sentence(error: BaseException) -> str:
     options = next((i for i, line in enumerate(kept) if line.startswith("Available options")), None)
     if options is not None:
         head = [line for line in kept[:options] if not line.startswith("In '")] or kept[:options]
-        return f"{' '.join(head)}; available are {', '.join(k for k in kept[options + 1 :] if k != 'schema')}"
+        found = f"{' '.join(head)}; available are {', '.join(k for k in kept[options + 1 :] if k != 'schema')}"
+        plugin = re.search(r"hydra/launcher/(\w+)", found)
+        return f"{found} (is its plugin installed? pip install hydra-{plugin[1]}-launcher)" if plugin else found
     return ": ".join(line.rstrip(".") for line in kept)

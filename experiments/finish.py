@@ -41,7 +41,7 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
         _draw(folder, config, question, panels, found)
         lines = [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis, not own)]
-        lines += further(folder, config, rows)
+        lines += _further(folder, config, rows)
     if lines or own:
         kinds = dict.fromkeys(str(r.get("kind")) for r in good(rows))
         head = f"{config.name} found ({', '.join(kinds)}):"
@@ -64,7 +64,7 @@ def _draw(
     draw_sweep(panels, question, _pictures(folder, config.name), title=config.title, crossings=chosen, lines=lines)
 
 
-def further(folder: ResultFolder, config: DictConfig, rows: list[dict[str, Any]]) -> list[str]:
+def _further(folder: ResultFolder, config: DictConfig, rows: list[dict[str, Any]]) -> list[str]:
     """Figures of the further columns, and what a ladder says of them."""
     lines = []
     for more, question in zip(config.analysis.more, further_questions(config.analysis), strict=True):

@@ -124,7 +124,7 @@ class Sweep:
             config.hydra.sweep.dir = str(self.folder.path / "points")
         numbers = {key: i for i, key in enumerate(self.ids)}
         own = len(self.composed.points[0])
-        job = Job(str(self.folder.path), self.composed.launcher, numbers, own, git_commit(), fail_fast)
+        job = Job(str(self.folder.path.resolve()), self.composed.launcher, numbers, own, git_commit(), fail_fast)
         context = HydraContext(config_loader=self.composer.hydra.config_loader, callbacks=Callbacks())
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
         size = workers(self.composed) if fail_fast else len(points)

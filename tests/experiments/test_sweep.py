@@ -204,6 +204,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_can_be_resumed(tmp_path, run):
         (("+settings.divisor=1,two",), "Value 'two' of type 'str' could not be converted to Integer (at divisor)"),
         (("point=my_points:nothing",), "point 'my_points:nothing' cannot be imported"),
         (("tracker.name=mlflow",), "tracker 'mlflow'"),
+        (("hydra/launcher=nonsense",), "(is its plugin installed? pip install hydra-nonsense-launcher)"),
         (("repeats=0",), "repeats must be at least 1"),
         (("hardware=t4=3",), "mismatched input"),
         (("name=",), "no experiment was chosen"),
