@@ -184,9 +184,9 @@ class Engine:
         return self.scheduler.unfinished + len(self._arrivals)
 
     @property
-    def expects_arrivals(self) -> bool:
-        """Some request that was added has not arrived yet."""
-        return bool(self._arrivals)
+    def next_arrival_ns(self) -> int | None:
+        """When the next request arrives that was added ahead of its time."""
+        return self._arrivals[0][0] if self._arrivals else None
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

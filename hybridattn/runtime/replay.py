@@ -97,9 +97,12 @@ class Replay:
         return self.served
 
     def _hand_over(self) -> None:
-        """Give the engine what has arrived, and the one that comes next."""
+        """Give the engine what has arrived, and what comes before anything that it waits for."""
         now_ns = self.engine.device.now_ns() - self._start_ns
-        while self._coming and (self._coming[0][0] <= now_ns or not self.engine.expects_arrivals):
+        while self._coming:
+            next_ns = self.engine.next_arrival_ns
+            if self._coming[0][0] > now_ns and next_ns is not None and self._start_ns + self._coming[0][0] >= next_ns:
+                break
             arrival_ns, index = heapq.heappop(self._coming)
             self._add(index, arrival_ns)
 
