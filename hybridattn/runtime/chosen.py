@@ -28,7 +28,8 @@ class PolicyChoice:
         self._policy, self._options = policy, options
         known = {} if isinstance(policy, Policy) else inspect.signature(policy_class(policy)).parameters
         self._plans = "predict" in known
-        priced = self._plans or ("costs" in known and profile is not None)
+        must = "costs" in known and known["costs"].default is inspect.Parameter.empty
+        priced = self._plans or must or ("costs" in known and profile is not None)
         self._profile: Profile | None = None
         if priced:
             try:

@@ -160,5 +160,4 @@ class Planner:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout_s)
+            process.kill()  # it cannot refuse this; the system may take its time to bury it

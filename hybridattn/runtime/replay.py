@@ -11,6 +11,7 @@ Only the next arrival to come is handed to the engine ahead of time, so that a l
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,9 +77,9 @@ class Replay:
         self._start_ns = 0
         self._prompts, self._params = prompts, params
         self._keep_contexts = keep_contexts
-        self._followed = {i.after for i in workload.items if i.after is not None}
-        self._running: dict[int, Request] = {}  # turns that others follow, while their tokens are wanted
-        self._context: dict[str, list[int]] = {}  # of sessions between two turns
+        self._followers = Counter(i.after for i in workload.items if i.after is not None)  # still to come, by item
+        self._running: dict[int, Request] = {}  # items that others follow, while their tokens are wanted
+        self._contexts: dict[int, list[int]] = {}  # what items left behind for their followers
         engine.send_records(self._ended, on_pass)
 
     def run(self) -> Served:
@@ -123,7 +124,7 @@ class Replay:
                 request_id=str(index),
                 arrival_ns=self._start_ns + arrival_ns,
                 session=item.session if self._keep_contexts else "",
-                keep=index in self._followed,
+                keep=index in self._followers,
             )
         except CapacityError:
             self.served.refused += 1
@@ -135,13 +136,13 @@ class Replay:
                 f"workload {self.workload.name}: item {index} holds {item.context_tokens} tokens, above max_model_len "
                 f"{self.engine.config.max_model_len}; leave such items out first (Workload.within)"
             )
-        if self._prompts is not None and index in self._followed:
+        if self._prompts is not None and index in self._followers:
             self._running[index] = request
 
     def _prompt(self, index: int, item: WorkItem) -> Sequence[int] | DeclaredTokens:
         if self._prompts is None:
             return DeclaredTokens(item.history_tokens + item.prompt_tokens)
-        new, history = list(self._prompts(index, item)), self._context.pop(item.session, [])
+        new, history = list(self._prompts(index, item)), self._history(item)
         if len(new) != item.prompt_tokens or len(history) != item.history_tokens:
             raise InputError(
                 f"workload {self.workload.name}: item {index} declares {item.history_tokens} + {item.prompt_tokens} "
@@ -149,10 +150,19 @@ class Replay:
             )
         return history + new
 
+    def _history(self, item: WorkItem) -> list[int]:
+        if item.after is None:
+            return []
+        history = self._contexts.get(item.after, [])
+        self._followers[item.after] -= 1
+        if not self._followers[item.after]:
+            self._contexts.pop(item.after, None)
+        return history[: item.history_tokens]
+
     def _remember(self, index: int, tokens: Sequence[int] | DeclaredTokens, missing: int = 0) -> None:
-        """What the next turn of the item's session goes on from."""
-        if index in self._followed and not isinstance(tokens, DeclaredTokens):
-            self._context[self.workload.items[index].session] = [*tokens, *([0] * missing)]
+        """What the items that follow this one go on from."""
+        if index in self._followers and not isinstance(tokens, DeclaredTokens):
+            self._contexts[index] = [*tokens, *([0] * missing)]
 
     def _ended(self, record: RequestRecord) -> None:
         self.served.ended += 1

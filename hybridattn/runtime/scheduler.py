@@ -422,6 +422,8 @@ class Scheduler:
                 break
             candidates.append(min(tokens, budget))
             free, budget = free - need, budget - candidates[-1]
+        if not candidates:
+            return 0
         view = PromptView(
             tuple(candidates),
             len(decodes),
@@ -494,7 +496,7 @@ def _arrival(request: Request) -> tuple[int, int]:
 
 
 def _younger(request: Request) -> tuple[bool, int, int]:
-    """Who gives blocks back first: the youngest; one whose K,V is on its way comes last, or moves would be for nothing."""
+    """Who gives blocks back first: the youngest; one whose K,V is on its way comes last, or it moved for nothing."""
     return request.state is not State.MOVING, *_arrival(request)
 
 

@@ -29,7 +29,7 @@ class Session:
         self.token_ids: list[int] = []
         self.turns: list[Output] = []
         self._begin, self._end = begin, end
-        self._busy = False
+        self._busy = self._closed = False
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Output:
         """The next turn: ``prompt`` is what is new (a tool's result, a question), as text or token ids."""
@@ -39,6 +39,8 @@ class Session:
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Like :meth:`generate`, token by token. A stream that is closed early leaves the context as it was before."""
+        if self._closed:
+            raise InputError(f"session {self.name} is closed")
         if self._busy:
             raise InputError(f"session {self.name}: the turn before has not ended yet")
         call = self._begin(self.name, self.token_ids, prompt, params)
@@ -53,9 +55,12 @@ class Session:
             self.token_ids = [*output.prompt_token_ids, *output.token_ids]
         finally:
             self._busy = False
+            if self._closed:  # meanwhile
+                self.close()
 
     def close(self) -> None:
-        """Forget the context; idempotent."""
+        """Forget the context, that of an unfinished turn at its end; idempotent."""
+        self._closed = True
         self._end(self.name)
         self.token_ids = []
 

@@ -160,6 +160,12 @@ def test_a_stream_that_is_closed_early_leaves_the_context_as_it_was(tiny):
         assert chat.token_ids == before
         again = chat.generate([4], params)
         assert again.token_ids == llm.generate([[*before, 4]], params)[0].token_ids
+        late = chat.stream([6], params)
+        next(late)
+        chat.close()
+        assert len(list(late)) == 4 and not llm.engine.scheduler.contexts  # the turn ends in peace and leaves nothing
+        with pytest.raises(InputError, match="session mine is closed"):
+            chat.generate([7])
         with pytest.raises(InputError, match="a session's name must be a text that is not empty, got ''"):
             llm.session("")
 

@@ -89,6 +89,7 @@ def test_real_tokens_go_on_from_what_was_made():
         WorkItem(0, 7, 4),
         WorkItem(0, 4, 3, "s", history_tokens=25, after=0, delay_ns=10**6),
         WorkItem(0, 2, 2, "s", history_tokens=32, after=2, delay_ns=10**6),
+        WorkItem(0, 6, 2, after=1),  # follows, but has no history
     )
     new = [[i + 1] * item.prompt_tokens for i, item in enumerate(items)]
     engine = toy()
@@ -97,12 +98,13 @@ def test_real_tokens_go_on_from_what_was_made():
     add = engine.add
     engine.add = lambda *a, **k: requests.setdefault(int(k["request_id"]), add(*a, **k))
     found = Replay(engine, Workload("two", items), prompts=lambda i, _: new[i], keep_contexts=True).run()
-    assert found.ended == 4 and min(r.arrival_ns for r in found.requests) == 12345
+    assert found.ended == 5 and min(r.arrival_ns for r in found.requests) == 12345
     context = []
     for i in (0, 2, 3):
         context += new[i]
         context += reference(context, items[i].output_tokens, 3)
         assert requests[i].token_ids == context
+    assert requests[4].token_ids == new[4] + reference(new[4], 2, 3)
     assert engine.scheduler.contexts.reused_tokens == 24 + 31 and not engine.scheduler.contexts
 
 
