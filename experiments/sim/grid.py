@@ -117,7 +117,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     kept = [
         r
         for r in rows
-        if r["limits_kept"] or (r["limited"] == "gpu_only" and r["limited_gpu_tpot"] < 1.02 * LIMITS.gpu)
+        if r["limits_kept"] or (r["limited"] == "gpu_only" and r["limited_gpu_tpot"] < 1.02 * (LIMITS.gpu or 1.0))
     ]
     mis = [r[f"misjudged_{s:g}_share"] for r in rows for s in MISJUDGED]
     good = sum(m >= 0.95 for m in mis)

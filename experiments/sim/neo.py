@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from experiments.sim.machines import TIMEOUT_NS, Setting
 from hybridattn.cost.catalog import shape
@@ -16,12 +17,19 @@ from hybridattn.runtime.replay import Replay, Served
 from hybridattn.workload.item import Workload
 
 PAGE = 16
+# One thread launches a stage's kernels and then computes attention: 0.8 ms in NEO's public predictor.
+LAUNCH_NS = 800_000
 
 
-def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float) -> Pricing:
-    """The machine with CPU attention at ``cpu_gb_s`` (10^9 bytes of K,V a second), the fitted constant."""
+def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float, cpu_launch_ns: int | None = None) -> Pricing:
+    """The machine with CPU attention at ``cpu_gb_s`` (10^9 bytes of K,V a second), the fitted constant.
+
+    ``cpu_launch_ns`` is what comes before each CPU attention; default the profile's.
+    """
     part = load_profile(cpu, "cpu")
     quantities = dict(part.quantities)
+    if cpu_launch_ns is not None:
+        quantities["launch"] = Quantity(float(cpu_launch_ns), "ns", "assumed", "set by the experiment")
     if cpu_gb_s * 1e9 > SUSTAINED_DRAM * part.value("bandwidth"):  # a faster host than this one
         more = Quantity(cpu_gb_s * 1e9 / SUSTAINED_DRAM, "B/s", "assumed", "set by the experiment")
         quantities["bandwidth"] = more
@@ -29,7 +37,7 @@ def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float) -> Pricing:
     efficiency = dict(part.efficiency)
     old, _ = efficiency["decode_attention"]
     efficiency["decode_attention"] = Efficiency(old.compute, memory), f"{cpu_gb_s:g} GB/s, set by the experiment"
-    name = f"{part.name} at {cpu_gb_s:g} GB/s"
+    name = f"{part.name} at {cpu_gb_s:g} GB/s" + ("" if cpu_launch_ns is None else f", launch {cpu_launch_ns} ns")
     return machine(gpu, replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name), link)
 
 
@@ -48,9 +56,9 @@ class Box:
     max_batched_tokens: int = 20_000
     max_num_seqs: int = 1024
 
-    def serve(self, policy: str, workload: Workload, cpu_gb_s: float, **options: object) -> Served:
+    def serve(self, policy: str, workload: Workload, cpu_gb_s: float, **options: Any) -> Served:
         """Serve ``workload`` on a simulated box."""
-        setting = Setting(shape(self.model), "fp16", pricing_at(self.gpu, self.cpu, self.link, cpu_gb_s))
+        setting = Setting(shape(self.model), "fp16", pricing_at(self.gpu, self.cpu, self.link, cpu_gb_s, LAUNCH_NS))
         config = EngineConfig(
             gpu_kv_blocks=self.gpu_tokens // PAGE,
             cpu_kv_blocks=self.cpu_tokens // PAGE,

@@ -167,8 +167,8 @@ def full_offload_gain(x: float, r: float) -> float:
 
 
 def neo_iteration_ns(
-    num_layers: int, linear_ns: tuple[int, int], gpu_attention_ns: int, cpu_attention_ns: tuple[int, int]
-) -> int:
+    num_layers: int, linear_ns: tuple[int, int], gpu_attention_ns: int, cpu_attention_ns: tuple[float, float]
+) -> float:
     """NEO's iteration of two sub-batches (arXiv 2411.01142): ``L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0))``.
 
         GPU  |T_l0        |T_l1 + T_ga0      |     each pair starts together and ends with the longer one

@@ -7,19 +7,35 @@ One layer; sub-batch 0 holds the GPU rows and the riders, sub-batch 1 the follow
 
 In the executor's verbs: riders are waited for at their layer, followers take a detour at every layer. All CPU rows that
 take part get a token in every pass. The weights are read twice, so it has to pay: see ``choice``.
+
+Prompts for the CPU tier lengthen the pass, so that more CPU work hides behind it. With ``choice='neo'`` a pass reads as
+many as it takes to hide its CPU rows, and otherwise as few as fill the GPU (``WIDTH`` token rows), as NEO's scheduler.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, neo_iteration_ns
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, PromptView, Verb
 from hybridattn.policies.fixed import shares
 
 CHOICES = ("neo", "eq6", "always")
+WIDTH = 128  # token rows from which on a linear stage is bound by compute: NEO's threshold
 PATIENCE_PASSES = 64  # passes without CPU rows, while some wait, after which they run whatever the choice says
+
+
+class Split(NamedTuple):
+    """CPU rows of the two sub-batches, and the CPU time of each at a layer [ns]."""
+
+    riders: int = 0
+    followers: int = 0
+    rider_ns: float = 0.0
+    follower_ns: float = 0.0
 
 
 class Asymmetric(Policy):
@@ -56,9 +72,10 @@ class Asymmetric(Policy):
         self.costs = costs
         self.choice = choice
         self.max_rows = max_rows
-        self.launch_cap = 64 if costs is not None else None
+        self.launch_cap = None
         self._followers: set[int] = set()
         self._declined = 0
+        self._pipelines: bool | None = None  # what was decided with the prompts of the coming pass
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
@@ -84,9 +101,12 @@ class Asymmetric(Policy):
         if self.costs is None:
             riders, followers = rows - rows // 2, rows // 2
         else:
-            riders, followers = self._split(view, rows)
-            if not self._pays(view, riders, followers):
+            window_ns = self.costs.attention_ns(view.gpu_rows - len(view.prefill), view.gpu_keys, view.prefill)
+            tokens = view.gpu_rows - len(view.prefill) + sum([t for t, _ in view.prefill])
+            split = self._split(view.idle_keys[:rows], tokens, window_ns)
+            if not self._pays(view, split, tokens, window_ns):
                 return ()
+            riders, followers = split.riders, split.followers
             if not riders + followers:  # their turn has come though the CPU is too slow for a single one
                 riders = 1
         if self.launch_cap is not None:  # a pass with prompts has room for more rows than the one before
@@ -96,53 +116,89 @@ class Asymmetric(Policy):
             self._followers.add(view.next_number + (1 if riders else 0))
         return tuple(n for n in (riders, followers) if n)
 
-    def _split(self, view: LaunchView, rows: int) -> tuple[int, int]:
-        """Riders and followers: each CPU row goes where there is more slack, until there is none."""
+    def prompts(self, view: PromptView) -> int:
+        self._pipelines = None
+        if self.costs is None or self.choice != "neo":
+            return len(view.candidates)
+        tokens = [view.gpu_rows + sum([t for t, _ in view.prefill])]
+        windows = [self.costs.attention_ns(view.gpu_rows, view.gpu_keys, view.prefill)]
+        for prompt in view.candidates:
+            tokens.append(tokens[-1] + prompt)
+            windows.append(windows[-1] + self.costs.attention_ns(0, 0, ((prompt, prompt),)))
+        few = next((n for n, width in enumerate(tokens) if width >= WIDTH), len(view.candidates))
+        split = self._split(view.idle_keys, tokens[-1], windows[-1])
+        many = len(view.candidates)
+        while many > few and self._hides(split, tokens[many - 1], windows[many - 1]):
+            many -= 1
+        rows = view.gpu_rows + len(view.prefill)
+        gain = self._rate(rows + many, tokens[many], windows[many], split) / self._rate(
+            rows + few, tokens[few], windows[few], Split()
+        )
+        self._pipelines = gain > 1
+        return many if self._pipelines else few
+
+    def _split(self, idle_keys: Sequence[int], tokens: int, window_ns: int) -> Split:
+        """Each CPU row, oldest first, goes where there is more slack, until one fits nowhere.
+
+        ``window_ns`` is the GPU's attention of a layer; ``tokens`` are the rows of its linear stage without CPU rows.
+        """
         costs = self.costs
         assert costs is not None
-        window = costs.attention_ns(view.gpu_rows - len(view.prefill), view.gpu_keys, view.prefill)
-        tokens = view.gpu_rows - len(view.prefill) + sum(t for t, _ in view.prefill)
         base = costs.cpu_ns(1, 1)
         per_key = (costs.cpu_ns(1, 1_000_001) - base) / 1e6
         copy = costs.down_ns(1) + costs.up_ns(1)
+        linear = costs.linear_ns
         riders = followers = 0
         rider_ns = follower_ns = float(base + copy)
-        for keys in view.idle_keys[:rows]:
+        for keys in idle_keys:
             more = keys * per_key
-            slack_0 = window + costs.linear_ns(followers) - rider_ns - more
-            slack_1 = costs.linear_ns(tokens + riders) - follower_ns - more
+            slack_0 = window_ns + linear(followers) - rider_ns - more
+            slack_1 = linear(tokens + riders) - follower_ns - more
             if slack_0 < 0 and slack_1 < 0:
                 break
             if slack_0 > slack_1:
                 riders, rider_ns = riders + 1, rider_ns + more
             else:
                 followers, follower_ns = followers + 1, follower_ns + more
-        return riders, followers
+        return Split(riders, followers, rider_ns, follower_ns)
 
-    def _pays(self, view: LaunchView, riders: int, followers: int) -> bool:
-        if riders + followers and (self.choice == "always" or self._gain(view, riders, followers) > 1):
-            self._declined = 0
-            return True
+    def _hides(self, split: Split, tokens: int, window_ns: int) -> bool:
+        """The CPU is done with both sub-batches within their windows."""
+        assert self.costs is not None
+        window_0 = window_ns + self.costs.linear_ns(split.followers)
+        return split.rider_ns <= window_0 and split.follower_ns <= self.costs.linear_ns(tokens + split.riders)
+
+    def _rate(self, rows: int, tokens: int, window_ns: int, split: Split) -> float:
+        """Requests advanced per nanosecond of a layer, by NEO's model of an iteration (docs/crossover.md)."""
+        costs = self.costs
+        assert costs is not None
+        layer_ns = neo_iteration_ns(
+            1,
+            (costs.linear_ns(tokens + split.riders), costs.linear_ns(split.followers)),
+            window_ns,
+            (split.rider_ns if split.riders else 0.0, split.follower_ns if split.followers else 0.0),
+        )
+        return (rows + split.riders + split.followers) / layer_ns
+
+    def _pays(self, view: LaunchView, split: Split, tokens: int, window_ns: int) -> bool:
+        decided, self._pipelines = self._pipelines, None
+        if split.riders + split.followers:
+            if decided is None:
+                decided = self.choice == "always" or self._gain(view, split, tokens, window_ns) > 1
+            if decided:
+                self._declined = 0
+                return True
         self._declined += 1
         return self._declined % PATIENCE_PASSES == 0
 
-    def _gain(self, view: LaunchView, riders: int, followers: int) -> float:
+    def _gain(self, view: LaunchView, split: Split, tokens: int, window_ns: int) -> float:
         """Requests per second with the CPU rows over those without, as NEO's model or eq. 6 has it."""
         costs = self.costs
         assert costs is not None
-        mean = sum(view.idle_keys) // max(1, len(view.idle_keys))
         decodes = view.gpu_rows - len(view.prefill)
-        tokens = decodes + sum(t for t, _ in view.prefill)
-        attention = costs.attention_ns(decodes, view.gpu_keys, view.prefill)
-        linear = costs.linear_ns(tokens)
         if self.choice == "eq6" and decodes:
-            x = attention / linear
-            rate = (decodes / attention) * costs.cpu_ns(64, 64 * mean) / 64
-            return eq6_threshold(x) / rate
-        pair = neo_iteration_ns(
-            1,
-            (costs.linear_ns(tokens + riders), costs.linear_ns(followers)),
-            attention,
-            (costs.cpu_ns(riders, riders * mean), costs.cpu_ns(followers, followers * mean)),
-        )
-        return (view.gpu_rows + riders + followers) * (linear + attention) / (pair * view.gpu_rows)
+            mean = sum(view.idle_keys) // max(1, len(view.idle_keys))
+            rate = (decodes / window_ns) * costs.cpu_ns(64, 64 * mean) / 64
+            return eq6_threshold(window_ns / costs.linear_ns(tokens)) / rate
+        rows = view.gpu_rows
+        return self._rate(rows, tokens, window_ns, split) / self._rate(rows, tokens, window_ns, Split())

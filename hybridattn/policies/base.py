@@ -8,7 +8,7 @@ DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU 
 
 The order in which a policy is asked, for one pass:
 
-    begin -> launch -> [ask, for each cohort at layer 0] -> [detour, until it says None] -> [ask, at layer 1] -> ...
+    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [detour, until it says None] -> [ask, at layer 1] ...
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
 clock, no random source. Views are made in the layer loop, so they are plain named tuples.
@@ -90,6 +90,17 @@ class LaunchView(NamedTuple):
     @property
     def flying_rows(self) -> int:
         return sum(rows for _, rows in self.flying)
+
+
+class PromptView(NamedTuple):
+    """Before a pass: prompts that the CPU tier could take (``candidates``, tokens of each, in order of arrival), beside
+    what is settled already: decode rows of the GPU tier, chunks of other prompts as (tokens, keys), idle CPU rows."""
+
+    candidates: tuple[int, ...]
+    gpu_rows: int
+    gpu_keys: int
+    prefill: tuple[tuple[int, int], ...]
+    idle_keys: tuple[int, ...]
 
 
 class CohortView(NamedTuple):
@@ -181,6 +192,10 @@ class Policy:
             if tiers[tier].admits(request):
                 return tier
         return None
+
+    def prompts(self, view: PromptView) -> int:
+        """How many of the candidates, in order, to read in the coming pass. Called only where a policy overrides it."""
+        return len(view.candidates)
 
     def begin(self, view: PassView) -> None:
         """A pass begins: the place to plan. Called only where a policy overrides it."""

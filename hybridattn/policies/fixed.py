@@ -15,10 +15,22 @@ def shares(idle: int, rows: int, cohorts: int, free: int) -> tuple[int, ...]:
 
 
 class GpuOnly(Policy):
-    """Everything on the GPU; what does not fit waits in the queue."""
+    """Everything on the GPU; what does not fit waits in the queue.
+
+    Parameters
+    ----------
+    swap : bool
+        When the GPU tier runs full, park the youngest request's K,V in host memory until there is room again, instead
+        of computing it anew. Nothing is computed there.
+    """
 
     name = "gpu_only"
     tiers = (GPU_TIER,)
+
+    def __init__(self, cpu_fraction: float | None = None, swap: bool = False) -> None:
+        super().__init__(cpu_fraction)
+        self.swap_in_below = 1.0 if swap else None
+        self.launch_cap = 0 if swap else None
 
     def launch(self, view: LaunchView) -> tuple[int, ...]:
         return ()

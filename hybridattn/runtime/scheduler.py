@@ -163,13 +163,13 @@ class Scheduler:
     def schedule(self, now_ns: int) -> Plan:
         """Reserve blocks and choose the rows of the next pass."""
         self._moves = []
-        if self._swaps and self._idle:
-            self._swap_in()
         decodes = [
             Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False)
             for r in tuple(self._decoding)
             if r.state is State.DECODE and self._reserve(r)
         ]
+        if self._swaps and self._idle and len(decodes) == len(self._decoding):  # no GPU row wants for a page
+            self._swap_in()
         idle = self._idle_rows() if self._idle else ()
         segments = decodes + self._prefills(now_ns, decodes, idle)
         return Plan(Batch(tuple(segments)) if segments else None, idle, tuple(self._moves))

@@ -11,8 +11,8 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.asymmetric import PATIENCE_PASSES, Asymmetric
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Verb
+from hybridattn.policies.asymmetric import PATIENCE_PASSES, WIDTH, Asymmetric
+from hybridattn.policies.base import CohortView, LaunchView, LayerView, PromptView, Verb
 
 COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10g", "epyc-7r32-16c", "pcie4-x16"))
 
@@ -82,3 +82,45 @@ def test_sizes_are_what_there_is_at_most(idle, gpu_rows, context, most):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         Asymmetric(COSTS, **options)
+
+
+def prompt_view(candidates, idle, gpu_rows=24, context=1000):
+    return PromptView((1000,) * candidates, gpu_rows, gpu_rows * context, (), (context,) * idle)
+
+
+def test_prompts_for_the_cpu_tier_are_read_as_long_as_they_hide_cpu_rows():
+    policy = Asymmetric(COSTS)
+    wanted = [policy.prompts(prompt_view(20, idle)) for idle in (0, 10, 100, 200, 400, 2000)]
+    assert wanted == sorted(wanted)
+    assert wanted[0] == 1  # one fills the GPU
+    assert 1 < wanted[3] < 20 and wanted[-1] == 20
+    assert policy.prompts(prompt_view(0, 100)) == 0
+
+
+def test_the_prompts_wanted_hide_the_rows_that_are_launched_and_half_as_many_do_not():
+    idle = 400
+    wanted = Asymmetric(COSTS).prompts(prompt_view(20, idle))
+    for prompts, all_fit in ((wanted, True), (wanted // 2, False)):
+        launched = Asymmetric(COSTS, choice="always").launch(view(idle, prefill=[(1000, 1000)] * prompts))
+        assert (sum(launched) == idle) is all_fit
+
+
+def test_a_gpu_that_is_full_of_rows_reads_prompts_only_to_hide_cpu_rows():
+    policy = Asymmetric(COSTS)
+    assert policy.prompts(prompt_view(20, 0, gpu_rows=WIDTH, context=2000)) == 0
+    busy = prompt_view(20, 0, gpu_rows=WIDTH, context=2000)._replace(idle_keys=(500,) * 900)
+    assert 0 < policy.prompts(busy) < 20
+
+
+def test_what_was_decided_with_the_prompts_holds_for_the_launch_and_only_for_that():
+    slow = Asymmetric(COSTS.corrected(50.0))
+    assert slow.prompts(prompt_view(20, 10)) == 1
+    assert slow.launch(view(10, prefill=[(1000, 1000)])) == ()
+    fast = Asymmetric(COSTS)
+    fast.prompts(prompt_view(20, 200))
+    assert sum(fast.launch(view(200, prefill=[(1000, 1000)] * 3))) > 0
+
+
+@pytest.mark.parametrize("choice", ["eq6", "always"])
+def test_other_choices_read_all_prompts(choice):
+    assert Asymmetric(COSTS, choice=choice).prompts(prompt_view(20, 0)) == 20
