@@ -16,9 +16,10 @@ it is its turn and a thread is free, and takes (r + p_i t) / s, with r per reque
 Scheduling. The driver spends c / s before each pass, and o / s and q / s for every op that it submits and ticket that
 it polls. The GPU waits for the first of these and hides the others as far as the driver runs ahead.
 
-What this leaves out: wake-up latencies, caches that neighbours empty, priorities and pinning, and that a thread which
-slept gets its core sooner than its fair share says. So it is too pessimistic for short jobs (measured beside it by
-``control_path_host``) and too optimistic where a busy core delays a wake-up.
+What this leaves out: wake-up latencies, priorities and pinning, that a thread which slept gets its core sooner than its
+fair share says, and that neighbours on the same caches, or on the other hardware thread of a core, make the same work
+take more CPU time. Where cores are hardware threads the last weighs most, and the model is too optimistic
+(``control_path_host`` measures share and CPU time apart).
 """
 
 from __future__ import annotations

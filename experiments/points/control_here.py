@@ -8,22 +8,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from experiments.build import cost_of
 from experiments.control import ControlPath, Cores
 from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.sim.machines import TIMEOUT_NS
-from hybridattn.core.errors import InputError
+from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.cost.catalog import shape
 from hybridattn.cost.machine import machine
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.sim import SimDevice
@@ -36,6 +40,7 @@ from hybridattn.runtime.priced_stages import PricedStages
 from hybridattn.runtime.request import DeclaredTokens
 
 WORDS = "when a model writes text it looks at the keys and values of all tokens before the one it writes now".split()
+LIMIT_S = 300.0  # for the process that measures
 SETTLE_S = 0.3  # until processes that have just been started compute
 
 
@@ -66,29 +71,45 @@ class HereSettings:
 
 @experiment(HereSettings)
 def point(app: App, settings: HereSettings) -> dict[str, Any]:
-    """One row: mean time from a prompt's arrival to its token ids, measured and modelled, and what each part costs."""
-    s, rng = settings, np.random.default_rng(app.repeat)
+    """One row: mean time from a prompt's arrival to its token ids, measured and modelled, and what each part costs.
+
+    Measured in a process of its own: a progress bar in this one wants the interpreter, too, and a thread that is
+    starved while it holds the interpreter stops the others.
+    """
     source = resolve(app.model.load)
     if source.folder is None:
         raise InputError(f"model {app.model.label} has no tokenizer to measure: choose model=smollm2")
-    tokenizer = Tokenizer(source.folder)
+    asked = {"folder": str(source.folder), "settings": asdict(settings), "seed": app.repeat}
+    argv = [sys.executable, "-m", "experiments.points.control_here"]
+    done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        raise DeviceError(f"the process that measures the control path ended with code {done.returncode}: {last}")
+    origin = {"kind": "measured", "device": "host", "profile": fingerprint(), "path": "measured"}
+    return {**origin, **json.loads(done.stdout)}
+
+
+def measure(folder: Path, s: HereSettings, seed: int) -> dict[str, Any]:
+    """What this process measures, as plain values."""
+    encode, rng = Tokenizer(folder).encode, np.random.default_rng(seed)
     texts = [" ".join(rng.choice(WORDS, int(n))) for n in rng.uniform(0.5, 1.5, s.prompts) * s.words]
-    alone_ns, tokens = service(tokenizer.encode, texts)
+    alone_ns, tokens = service(encode, texts)
     arrivals = np.rint(np.cumsum(rng.exponential(fmean(alone_ns) / s.utilisation, s.prompts))).astype(int).tolist()
     cores = Cores(len(os.sched_getaffinity(0)), 0, 1, s.neighbours)
     with busy(s.neighbours):
         time.sleep(SETTLE_S if s.neighbours else 0)
-        ready, got = tokenise(tokenizer.encode, texts, arrivals)
-        schedule_ns, op_ns = driver(app, s.rows, s.passes)
+        ready, share, used_ns = tokenise(encode, texts, arrivals)
+        schedule_ns, op_ns = driver(s.rows, s.passes)
     path = ControlPath(0, 1, 0, 0, 0)  # a "token" is 1 ns of service
-    even, at_measured = (path.ready_ns(arrivals, alone_ns, speed) for speed in (cores.speed, got))
-    waited, modelled, as_got = (fmean(np.subtract(r, arrivals).tolist()) for r in (ready, even, at_measured))
+    stretch = used_ns / sum(alone_ns)
+    even, as_got = (path.ready_ns(arrivals, alone_ns, v) for v in (cores.speed, min(1.0, share / stretch)))
+    waits = (fmean(np.subtract(times, arrivals).tolist()) for times in (ready, even, as_got))
+    names = ("ready_mean_ns", "modelled_ready_mean_ns", "modelled_at_measured_speed_ns")
     return {
-        "kind": "measured", "device": "host", "profile": fingerprint(),
         "cores": cores.cores, "control_speed": cores.speed, "prompt_tokens": fmean(tokens),
         "service_alone_ns": fmean(alone_ns), "token_ns": sum(alone_ns) / sum(tokens),
-        "ready_mean_ns": waited, "modelled_ready_mean_ns": modelled, "modelled_at_measured_speed_ns": as_got,
-        "measured_speed": got, "schedule_pass_ns": schedule_ns, "driver_op_ns": op_ns, "path": "measured",
+        **dict(zip(names, waits, strict=True)), "measured_share": share, "cpu_time_stretch": stretch,
+        "schedule_pass_ns": fmean(schedule_ns), "schedule_pass_median_ns": median(schedule_ns), "driver_op_ns": op_ns,
     }  # fmt: skip
 
 
@@ -108,9 +129,9 @@ def service(encode: Callable[[str], Sequence[int]], texts: Sequence[str]) -> tup
 
 def tokenise(
     encode: Callable[[str], Sequence[int]], texts: Sequence[str], arrivals_ns: Sequence[int]
-) -> tuple[list[int], float]:
-    """When each text was through a single tokenizer that takes them as they arrive, and the share of a core that it got
-    while it had one to do."""
+) -> tuple[list[int], float, int]:
+    """When each text was through a single tokenizer that takes them as they arrive; the share of a core that it got
+    while it had one to do; the CPU time that it used [ns], which grows where neighbours share caches and pipelines."""
     zero, ready, used_ns, wall_ns = time.perf_counter_ns(), [], 0, 0
     for text, arrival_ns in zip(texts, arrivals_ns, strict=True):
         early_ns = zero + arrival_ns - time.perf_counter_ns()
@@ -122,18 +143,18 @@ def tokenise(
         used_ns += time.thread_time_ns() - used_before
         wall_ns += end_ns - start_ns
         ready.append(end_ns - zero)
-    return ready, min(1.0, used_ns / wall_ns)
+    return ready, min(1.0, used_ns / wall_ns), used_ns
 
 
-def driver(app: App, rows: int, passes: int) -> tuple[float, float]:
-    """Driver's own time [ns] in decode passes of ``rows`` requests: for each pass outside of the executor (schedule,
-    accept tokens), and for each op inside. The engine is the real one; the device only keeps its books, whose time
+def driver(rows: int, passes: int) -> tuple[list[int], float]:
+    """Driver's own time [ns] in decode passes of ``rows`` requests: of each pass outside of the executor (schedule,
+    accept tokens), and of an op inside. The engine is the real one; the device only keeps its books, whose time
     counts as well."""
-    cost = cost_of(app)
+    shape_ = shape("llama3.1-8b")
     device = SimDevice(machine("a10g", "epyc-7r32-8c", "pcie4-x16"), record=True, submit_ns=1)
     tokens = max(512, rows)
     config = EngineConfig(rows * 32, 0, max_num_seqs=rows, max_num_batched_tokens=tokens, op_timeout_ns=TIMEOUT_NS)
-    engine = Engine(PricedStages(cost.shape, cost.dtype), device, make_policy("gpu_only"), config)
+    engine = Engine(PricedStages(shape_, "fp16"), device, make_policy("gpu_only"), config)
     for _ in range(rows):
         engine.add(DeclaredTokens(200), passes + 400)
     while len(engine.scheduler.running) < rows or any(not r.num_output for r in engine.scheduler.running):
@@ -154,7 +175,7 @@ def driver(app: App, rows: int, passes: int) -> tuple[float, float]:
         before, start_ns = inside[0], time.perf_counter_ns()
         engine.step()
         each.append(time.perf_counter_ns() - start_ns - (inside[0] - before))
-    return fmean(each), inside[0] / len(device.drain(TIMEOUT_NS))
+    return each, inside[0] / len(device.drain(TIMEOUT_NS))
 
 
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
@@ -169,10 +190,17 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
 def _beside(rows: list[dict[str, Any]]) -> str:
     waits = ("ready_mean_ns", "modelled_ready_mean_ns", "modelled_at_measured_speed_ns")
     measured, even, got = (fmean(r[n] for r in rows) / 1e6 for n in waits)
-    schedule, op = (median(r[n] for r in rows) / 1e3 for n in ("schedule_pass_ns", "driver_op_ns"))
+    names = ("schedule_pass_ns", "schedule_pass_median_ns", "driver_op_ns")
+    mean, schedule, op = (median(r[n] for r in rows) / 1e3 for n in names)
+    share, stretch = (fmean(r[n] for r in rows) for n in ("measured_share", "cpu_time_stretch"))
     return (
-        f"{rows[0]['neighbours']} busy processes on {rows[0]['cores']} cores: ready after {measured:.1f} ms, modelled "
-        f"{even:.1f} ms at an even share of {rows[0]['control_speed']:.0%} of a core and {got:.1f} ms at the "
-        f"{fmean(r['measured_speed'] for r in rows):.0%} that it got; scheduling {schedule:.0f} us a pass, "
-        f"driver {op:.1f} us an op"
+        f"{rows[0]['neighbours']} busy processes on {rows[0]['cores']} cores: ready after {measured:.1f} ms; modelled "
+        f"{even:.1f} ms at an even share of {rows[0]['control_speed']:.0%} of a core, and {got:.1f} ms at the "
+        f"{share:.0%} that it got while a prompt took {stretch:.2f} times the CPU time; scheduling {schedule:.0f} us "
+        f"a pass (mean {mean:.0f}), driver {op:.1f} us an op"
     )
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    print(json.dumps(measure(Path(given["folder"]), HereSettings(**given["settings"]), given["seed"])))

@@ -143,7 +143,7 @@ def test_the_measured_path_is_beside_its_model(tmp_path, real_model, capsys):
     assert main(["+experiment=control_path_host", f"results_root={tmp_path}", *small]) == 0
     found = (tmp_path / "control_path_host" / "latest" / "rows.jsonl").read_text().splitlines()
     for row, busy in zip(map(json.loads, found), (0, 1), strict=True):
-        assert row["kind"] == "measured" and 0 < row["measured_speed"] <= 1
+        assert row["kind"] == "measured" and 0 < row["measured_share"] <= 1 and row["cpu_time_stretch"] > 0
         assert row["control_speed"] == min(1, row["cores"] / (1 + busy))
         assert row["modelled_ready_mean_ns"] >= row["service_alone_ns"] * 0.999 / row["control_speed"]
         assert row["schedule_pass_ns"] > 0 and row["driver_op_ns"] > 0
