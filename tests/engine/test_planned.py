@@ -135,6 +135,12 @@ def test_asymmetric_decides_by_a_profile_where_one_is_given(profile, plain):
             assert (llm.policy.costs is not None) == (given is not None) and llm.planner is None
 
 
+def test_a_policy_of_the_users_own_that_needs_costs_gets_them(profile, plain):
+    with LLM(TINY, policy="made_profile:Priced", profile=profile, **ROOMY) as llm:
+        assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
+        assert llm.policy.costs.pricing.fingerprint == fingerprint() and llm.planner is None
+
+
 def test_the_answer_is_that_of_the_policy_itself(profile):
     """Through the process and back, with all that decides it: what the CPU turned out to take, limits, discounts."""
     shape = TINY.config.shape

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
+from hybridattn.cost.costs import Costs
 from hybridattn.cost.profile import Profile, Quantity, measured_profile
 from hybridattn.cost.table import Sample
+from hybridattn.policies.fixed import GpuOnly
 
 ROWS, CONTEXTS, SIZES = (1, 2, 8, 64, 2048), (1, 64, 512), (1, 10**4, 10**8, 10**12)
 AXES = {
@@ -39,3 +41,13 @@ def made_profile(fingerprint: str, model: str, dtype: str = "fp32", cpu_factor: 
     return measured_profile(
         given["name"], fingerprint, model, dtype, samples, AXES, {"torch": "any"}, given["quantities"]
     )
+
+
+class Priced(GpuOnly):
+    """A policy of the user's own that cannot do without a cost model."""
+
+    name = "priced"
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.costs = costs
