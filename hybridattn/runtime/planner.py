@@ -54,7 +54,7 @@ class Planner:
         self._timeout_s = answer_timeout_s
         self._asked_at: float | None = None
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._answer: Any = None
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # whether there is a process is decided by one at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -76,7 +76,10 @@ class Planner:
 
     def take(self) -> tuple[Layout, Prediction] | None:
         """The answer, once it has come. Warns once when there will be none any more."""
-        answer, self._answer = self._answer, None
+        try:
+            answer = self._answers.get_nowait()
+        except queue.Empty:
+            answer = None
         if isinstance(answer, Failed):
             self._fail(answer.reason)
         elif answer is not None:
@@ -97,18 +100,20 @@ class Planner:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        said = self._setup  # before the first question
         while (question := self._questions.get()) is not None:
             try:
                 process = self._open()
                 if process is None:
                     return
                 assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(question_line(question))
+                process.stdin.write(said + question_line(question))
                 process.stdin.flush()
+                said = b""
                 line = process.stdout.readline()
                 if not line:
                     raise EOFError("no more answers")
-                self._answer = read_answer(line)
+                self._answers.put(read_answer(line))
             except Exception as error:  # whatever it is, the driver goes on without answers, and says why
                 self.failure = self.failure or self._cause(error)
                 return
@@ -123,8 +128,6 @@ class Planner:
                     [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
                 )  # fmt: skip
-                assert self._process.stdin is not None
-                self._process.stdin.write(self._setup)
             return self._process
 
     def _cause(self, error: Exception) -> str:
