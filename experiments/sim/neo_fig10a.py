@@ -40,9 +40,10 @@ def workload(output: int, count: int) -> Workload:
 def rate(name: str, policy: str, output: int, count: int, cpu_gb_s: float) -> float:
     """Requests per second in the steady window, as the authors' script counts them.
 
-    NEO's own GPU-only mode, the baseline, swaps a request out where the GPU's memory runs full.
+    NEO's own GPU-only mode, the baseline, swaps a request out where the GPU's memory runs full; in both modes a pass
+    waits for its swaps.
     """
-    options = {"swap": True} if policy == "gpu_only" else {}
+    options = {"moves_block": True} | ({"swap": True} if policy == "gpu_only" else {})
     requests = box(name).serve(policy, workload(output, count), cpu_gb_s, **options).requests
     found = throughput(requests, steady_window(requests))
     assert found is not None and found.requests_per_s is not None

@@ -50,6 +50,8 @@ class Asymmetric(Policy):
         ``eq6`` applies the closed form of APEX, ``always`` does not ask.
     max_rows : int, optional
         CPU rows of a pass at most.
+    moves_block : bool
+        A pass waits for the copies of requests that begin with it, as NEO's does.
     """
 
     name = "asymmetric"
@@ -63,6 +65,7 @@ class Asymmetric(Policy):
         cpu_fraction: float | None = None,
         choice: str = "neo",
         max_rows: int | None = None,
+        moves_block: bool = False,
     ) -> None:
         super().__init__(cpu_fraction)
         if choice not in CHOICES:
@@ -72,6 +75,7 @@ class Asymmetric(Policy):
         self.costs = costs
         self.choice = choice
         self.max_rows = max_rows
+        self.moves_block = moves_block
         self.launch_cap = None
         self._followers: set[int] = set()
         self._declined = 0

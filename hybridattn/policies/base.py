@@ -155,6 +155,7 @@ class Policy:
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
         of computing it again later (None: no moves; also none where the stages cannot move K,V)
+    moves_block : a pass waits for the moves that begin with it, and the requests that moved take part in it
     costs : cost model of the policies that have one
     forecasts : the executor fills the predicted times of the views, by ``costs``
     """
@@ -167,6 +168,7 @@ class Policy:
     launch_cap: int | None = None
     forecasts = False
     swap_in_below: float | None = None
+    moves_block = False
     costs: Costs | None = None
 
     def __init__(self, cpu_fraction: float | None = None) -> None:

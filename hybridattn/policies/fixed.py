@@ -22,15 +22,18 @@ class GpuOnly(Policy):
     swap : bool
         When the GPU tier runs full, park the youngest request's K,V in host memory until there is room again, instead
         of computing it anew. Nothing is computed there.
+    moves_block : bool
+        A pass waits for the copies that begin with it.
     """
 
     name = "gpu_only"
     tiers = (GPU_TIER,)
 
-    def __init__(self, cpu_fraction: float | None = None, swap: bool = False) -> None:
+    def __init__(self, cpu_fraction: float | None = None, swap: bool = False, moves_block: bool = False) -> None:
         super().__init__(cpu_fraction)
         self.swap_in_below = 1.0 if swap else None
         self.launch_cap = 0 if swap else None
+        self.moves_block = moves_block
 
     def launch(self, view: LaunchView) -> tuple[int, ...]:
         return ()

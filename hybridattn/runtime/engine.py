@@ -214,6 +214,11 @@ class Engine:
         plan = self.scheduler.schedule(now_ns)
         for move in plan.moves:
             self._begin(move)
+        if plan.moves and self.scheduler.policy.moves_block:
+            self.executor.moves.wait_all()
+            plan = self.scheduler.schedule(self.device.now_ns())
+            for move in plan.moves:
+                self._begin(move)
         if plan.batch is None and not plan.idle and not self.executor.cohorts:
             self._idle()
             return []

@@ -42,6 +42,11 @@ class Moves:
             elif self._device.now_ns() - since_ns > self._timeout_ns:
                 raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
 
+    def wait_all(self) -> None:
+        """Wait, bounded, for all that are under way, and report them."""
+        while self._under_way:
+            self.wait()
+
     def wait(self) -> None:
         """Wait, bounded, for the first to arrive, and report it."""
         if self._under_way:

@@ -106,7 +106,7 @@ def test_the_prompts_wanted_hide_the_rows_that_are_launched_and_half_as_many_do_
 
 
 def test_a_gpu_that_is_full_of_rows_reads_prompts_only_to_hide_cpu_rows():
-    policy = Asymmetric(COSTS)
+    policy = Asymmetric(COSTS.corrected(0.3))
     assert policy.prompts(prompt_view(20, 0, gpu_rows=WIDTH, context=2000)) == 0
     busy = prompt_view(20, 0, gpu_rows=WIDTH, context=2000)._replace(idle_keys=(500,) * 900)
     assert 0 < policy.prompts(busy) < 20
