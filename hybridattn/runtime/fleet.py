@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from hybridattn.core.device import Ticket
-from hybridattn.core.stages import Cohort, CpuRow
+from hybridattn.core.stages import Cohort, CpuRow, Stages
+from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request, State
 from hybridattn.runtime.slots import SlotRanges
 
@@ -14,17 +15,34 @@ class Fleet:
     """Cohorts by number and by layer.
 
     A cohort is *launched* (it gets a number and slots), *stands* at a layer while its attention is in flight, *departs*
-    from it with its linear stage, and is *closed* when its tokens are known or all its rows died.
+    from it with its linear stage, and is *closed* when its tokens are known or all its rows died. The stages plan and
+    forget it accordingly.
+
+    ``on_release`` is called for a leaving request whose row died; ``any_leaving`` says whether there is one at all, so
+    that cohorts are searched only then.
     """
 
-    __slots__ = ("cohorts", "keys", "next_number", "slots", "standing")
+    __slots__ = (
+        "_any_leaving", "_forecast", "_on_release", "_stages", "cohorts", "keys", "next_number", "slots", "standing",
+    )  # fmt: skip
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        max_rows: int,
+        forecast: Forecast | None,
+        on_release: Callable[[Request], None],
+        any_leaving: Callable[[], bool],
+    ) -> None:
         self.cohorts: list[Cohort] = []
         self.standing: dict[int, list[Cohort]] = {}
         self.keys: dict[int, int] = {}  # cohort number -> keys of its rows that are alive
         self.slots = SlotRanges(max_rows)
         self.next_number = 0
+        self._stages = stages
+        self._forecast = forecast
+        self._on_release = on_release
+        self._any_leaving = any_leaving
 
     def launch(self, rows: list[CpuRow], size: int, pass_number: int) -> Cohort | None:
         """A new cohort of the first ``size`` rows, or of fewer where slabs are fragmented; None: no slot is free."""
@@ -37,6 +55,7 @@ class Fleet:
             request_of(row).in_flight = True
         self.cohorts.append(cohort)
         self.count_keys(cohort)
+        self._stages.launch(cohort)
         return cohort
 
     def stand(self, cohort: Cohort, layer: int) -> None:
@@ -46,10 +65,31 @@ class Fleet:
     def depart(self, cohort: Cohort) -> None:
         self.standing[cohort.layer].remove(cohort)
 
+    def bury(self, cohort: Cohort) -> bool:
+        """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
+        if not self._any_leaving():
+            return False
+        leaving = _leaving_rows(cohort)
+        if not leaving:
+            return False
+        cohort.dead.update(leaving)
+        for i in leaving:
+            self._on_release(request_of(cohort.rows[i]))
+        if len(cohort.dead) == len(cohort.rows):
+            self.cohorts.remove(cohort)
+            self.close(cohort)
+            return True
+        self.count_keys(cohort)
+        self._stages.replan(cohort)
+        return False
+
     def close(self, cohort: Cohort) -> None:
-        """Give its slots back."""
+        """It is through, or all its rows died: give its slots back."""
         self.slots.give_back(cohort.first_slot, len(cohort.rows))
         del self.keys[cohort.number]
+        self._stages.finish(cohort)
+        if self._forecast is not None:
+            self._forecast.forget(cohort)
 
     def count_keys(self, cohort: Cohort) -> None:
         """Keys of the rows that are alive."""
@@ -64,10 +104,9 @@ class Fleet:
         return min((at for at, here in self.standing.items() if here and at >= layer), default=last)
 
 
-def leaving_rows(cohort: Cohort) -> list[int]:
+def _leaving_rows(cohort: Cohort) -> list[int]:
     """Rows whose request left since they were last counted as dead."""
-    rows: Iterable[tuple[int, CpuRow]] = enumerate(cohort.rows)
-    return [i for i, r in rows if i not in cohort.dead and request_of(r).state is State.LEAVING]
+    return [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and request_of(r).state is State.LEAVING]
 
 
 def ticket_of(cohort: Cohort) -> Ticket:

@@ -1,4 +1,4 @@
-"""Counts of the pass under way, and the record they become."""
+"""The pass under way: its number, what its batch holds, what happened in it, and the record it becomes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,36 @@ from hybridattn.core.stages import Batch
 
 
 class Tally:
-    """What happened since the pass began. ``row_layers`` counts rows that advanced by a layer, cohort by cohort."""
+    """One of these serves all passes of an executor; ``begin`` sets the counts back.
+
+    ``gpu_keys`` are the keys of the batch's decode rows, ``gpu_tokens`` its rows, prompt tokens included. ``gpu_made``
+    counts tokens that GPU rows got, ``row_layers`` CPU rows that advanced by a layer, cohort by cohort.
+    """
 
     __slots__ = (
-        "cohorts", "cpu_rows", "detours", "joins", "layers_advanced", "polls_hit", "polls_made", "row_layers", "skips",
-        "started_ns", "waits",
+        "cohorts", "cpu_rows", "detours", "gpu_keys", "gpu_made", "gpu_tokens", "joins", "layers_advanced", "number",
+        "polls_hit", "polls_made", "row_layers", "skips", "started_ns", "waits",
     )  # fmt: skip
 
-    def __init__(self, started_ns: int) -> None:
+    def __init__(self) -> None:
+        self.number = 0
+        self.begin(0)
+
+    def begin(self, started_ns: int) -> None:
         self.started_ns = started_ns
-        self.cohorts = self.cpu_rows = 0
+        self.cohorts = self.cpu_rows = self.gpu_keys = self.gpu_tokens = self.gpu_made = 0
         self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = 0
         self.layers_advanced = self.row_layers = 0
 
-    def record(self, index: int, end_ns: int, batch: Batch | None) -> PassRecord:
+    def hold(self, batch: Batch) -> None:
+        """The GPU rows of the pass are those of ``batch``."""
+        self.gpu_keys = sum([s.start + 1 for s in batch.segments if not s.prefill])
+        self.gpu_tokens = batch.num_tokens
+
+    def record(self, end_ns: int, batch: Batch | None) -> PassRecord:
         """The record of the pass of ``batch`` that ends now."""
         return PassRecord(
-            index=index,
+            index=self.number,
             start_ns=self.started_ns,
             end_ns=end_ns,
             gpu_rows=len(batch.segments) if batch is not None else 0,
