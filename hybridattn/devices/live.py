@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hybridattn.core.device import Memory, Span, Ticket
-from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import Op
+from hybridattn.devices.budget import Budget
 
 _KEPT = 4096  # tickets, where nothing is recorded, before ended ones are let go of
 
@@ -52,8 +53,7 @@ class LiveDevice(ABC):
     name: str
 
     def __init__(self, memory: dict[str, int], record: bool) -> None:
-        self._memory = memory
-        self._reserved = dict.fromkeys(memory, 0)
+        self._budget = Budget(memory)
         self._record = record
         self._closed = False
         self._tickets: list[Any] = []  # since the last drain
@@ -93,10 +93,7 @@ class LiveDevice(ABC):
         """Spans, by start, of tickets that ended well."""
 
     def memory(self, tier: str) -> Memory:
-        return Memory(self._memory[tier], self._memory[tier] - self._reserved[tier])
+        return self._budget.memory(tier)
 
     def reserve(self, tier: str, num_bytes: int, what: str) -> None:
-        free = self.memory(tier).free
-        if num_bytes > free:
-            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
-        self._reserved[tier] += num_bytes
+        self._budget.reserve(tier, num_bytes, what, self.name)

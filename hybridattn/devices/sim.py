@@ -18,67 +18,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from hybridattn.core.device import Memory, Span, Ticket, check_after
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
 from hybridattn.cost.pricing import Pricing
+from hybridattn.devices.budget import Budget
+from hybridattn.devices.sim_closures import Closures
+from hybridattn.devices.sim_ticket import RunTicket, SimTicket
 
 UNLIMITED = 1 << 62
-
-
-class SimTicket:
-    """Resolved at submit; ``done`` compares its end with the clock."""
-
-    __slots__ = ("_device", "end_ns", "lane_free_ns", "op", "ready_ns", "start_ns")
-
-    lane_free_ns: int  # cpu.attention only: end of the op before it
-    error: BaseException | None = None  # a priced op runs nothing: it cannot fail and has no result
-    result: Any = None
-
-    def __init__(self, device: SimDevice, op: Op, ready_ns: int, start_ns: int, end_ns: int) -> None:
-        self._device = device
-        self.op = op
-        self.ready_ns = ready_ns
-        self.start_ns = start_ns
-        self.end_ns = end_ns
-
-    def done(self) -> bool:
-        device = self._device
-        if device.poll_ns:
-            device.advance(device.clock_ns + device.poll_ns)
-        return self.end_ns <= device.clock_ns
-
-    def wait(self, timeout_ns: int) -> Any:
-        device = self._device
-        if self.end_ns > device.clock_ns:
-            if self.end_ns > device.clock_ns + timeout_ns:
-                device.advance(device.clock_ns + timeout_ns)
-                raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-            device.advance(self.end_ns + device.wake_ns)
-        if self.error is not None:
-            raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
-        return self.result
-
-    def cancel(self) -> None:
-        pass
-
-
-class RunTicket(SimTicket):
-    """A ticket whose closure runs at its virtual end."""
-
-    __slots__ = ("cancelled", "error", "result")
-
-    def __init__(self, device: SimDevice, op: Op, ready_ns: int, start_ns: int, end_ns: int) -> None:
-        super().__init__(device, op, ready_ns, start_ns, end_ns)
-        self.error = None
-        self.result = None
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.result = None
 
 
 class SimDevice:
@@ -138,12 +87,9 @@ class SimDevice:
         self.resolves = hidden and not execute and not record  # nobody looks at single ops: layers may pass in one step
         self._free_ns = dict.fromkeys(LANES, 0)
         self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
-        self._to_run: list[tuple[int, RunTicket, tuple[Ticket, ...]]] = []  # (sequence, ticket, after)
-        self._sequence = 0
+        self._closures = Closures(self)
         self._spans: list[SimTicket] = []
-        self._first_error: BaseException | None = None
-        self._memory = memory_bytes or {}
-        self._reserved = {"gpu": 0, "cpu": 0}
+        self._budget = Budget({"gpu": UNLIMITED, "cpu": UNLIMITED} | (memory_bytes or {}))
         self._closed = False
 
     # -- the contract ------------------------------------------------------------------------------------------------
@@ -170,22 +116,13 @@ class SimDevice:
                 raise InputError(f"{op.describe()} has the negative price {price} ns")
             self._free_ns[lane] = end = start + price
             ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, end)
-        if self.execute:
-            self._note(ticket, after)
+        if isinstance(ticket, RunTicket):
+            self._closures.add(ticket, after)
         if self._record:
             self._spans.append(ticket)
         if self.submit_ns:
             self.advance(self.clock_ns + self.submit_ns)
         return ticket
-
-    def _note(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
-        """Let the closure run when the clock comes to its end."""
-        assert isinstance(ticket, RunTicket)
-        if ticket.end_ns <= self.clock_ns:
-            self._execute(ticket, after)  # all that ends up to now has run, so this one is next
-            return
-        self._sequence += 1
-        self._to_run.append((self._sequence, ticket, after))
 
     def _shared_price(self, op: Op, lane: str, start_ns: int) -> int:
         """The price while lanes that share bandwidth with this one are busy at the op's start."""
@@ -277,21 +214,17 @@ class SimDevice:
                 f"lanes are busy for another {(end - self.clock_ns) / 1e9:g} s, past {timeout_ns / 1e9:g} s"
             )
         self.sleep_until_ns(end)
-        error, self._first_error = self._first_error, None
+        error = self._closures.take_error()
         if error is not None:
             raise error
-        spans, self._spans = [_span(t) for t in self._spans], []
+        spans, self._spans = [t.span() for t in self._spans], []
         return spans
 
     def memory(self, tier: str) -> Memory:
-        total = self._memory.get(tier, UNLIMITED)
-        return Memory(total, total - self._reserved[tier])
+        return self._budget.memory(tier)
 
     def reserve(self, tier: str, num_bytes: int, what: str) -> None:
-        free = self.memory(tier).free
-        if num_bytes > free:
-            raise InputError(f"{what} needs {num_bytes} bytes of the {tier} tier, but {free} are free on {self.name}")
-        self._reserved[tier] += num_bytes
+        self._budget.reserve(tier, num_bytes, what, self.name)
 
     def close(self) -> None:
         self._closed = True
@@ -300,31 +233,10 @@ class SimDevice:
 
     def advance(self, when_ns: int) -> None:
         """Move the clock forward; with ``execute``, run what ends on the way, in order of end, then of submission."""
-        if self._to_run:
-            due = sorted((e for e in self._to_run if e[1].end_ns <= when_ns), key=lambda e: (e[1].end_ns, e[0]))
-            self._to_run = [e for e in self._to_run if e[1].end_ns > when_ns]
-            for _, ticket, after in due:
-                self.clock_ns = max(self.clock_ns, ticket.end_ns)
-                self._execute(ticket, after)
+        if self.execute:
+            self._closures.run_until(when_ns)
         if when_ns > self.clock_ns:
             self.clock_ns = when_ns
-
-    def _execute(self, ticket: RunTicket, after: tuple[Ticket, ...]) -> None:
-        failed = next((t.error for t in after if t.error is not None), None)
-        if failed is not None:
-            ticket.error = failed
-            return
-        if ticket.op.run is None:
-            return
-        try:
-            result = ticket.op.run()
-        except Exception as error:  # the lane must survive: the error travels on the ticket
-            ticket.error = error
-            if self._first_error is None:
-                self._first_error = DeviceError(f"{ticket.op.describe()} failed: {error}")
-                self._first_error.__cause__ = error
-        else:
-            ticket.result = None if ticket.cancelled else result
 
     def _place_cpu(self, op: Op, ready: int) -> SimTicket:
         """Place an op on cpu.attention; a waited one goes before skipped ones that have not started yet.
@@ -355,8 +267,3 @@ class SimDevice:
             self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
             self._queued_skipped.append(ticket)
         return ticket
-
-
-def _span(t: SimTicket) -> Span:
-    op = t.op
-    return Span(op.lane, op.name, t.start_ns, t.end_ns, op.layer, op.work.rows, op.work.num_bytes, t.ready_ns)
