@@ -27,7 +27,7 @@ MACHINES = {
     "h200": Machine("h200", "epyc-7r32-32c", "pcie5-x16", 0.15),
 }
 
-MOST_GPU_ROWS, MOST_CPU_ROWS = 40, 320
+MOST_GPU_ROWS, MOST_CPU_ROWS = 40, 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,24 @@ class Cell:
         return f"{self.machine} {self.model} ctx {self.context} out {out} {self.cpu_gb_s:g} GB/s {self.ratio:g}:1"
 
 
+SHAPES = (  # machine, model, contexts
+    ("t4", "llama2-7b", (400, 800)),
+    ("a10", "llama3.1-8b", (1000, 4000)),
+    ("a10", "llama2-7b", (400, 1000)),
+    ("a100", "llama3.1-8b", (1000, 8000)),
+    ("a100", "llama2-7b", (1000, 4000)),
+    ("h200", "llama3.1-8b", (2000, 16000)),
+)
+CPU_GB_S, RATIOS, OUTPUT = (40.0, 100.0, 400.0), (1.0, 4.0, 16.0), 200
+
+
 def grid() -> list[Cell]:
-    """64 settings: T4 7B and A10, A100, H200 8B; two contexts, with prefill or without, three CPUs, three loads."""
+    """108 settings: every GPU, model and context with every CPU bandwidth and load; every second one with prompts."""
     cells = []
-    contexts = {"t4": (400, 800), "a10": (1000, 4000), "a100": (1000, 8000), "h200": (2000, 16000)}
-    for name in MACHINES:
-        model = "llama2-7b" if name == "t4" else "llama3.1-8b"
-        for context in contexts[name]:
-            for ratio, cpu_gb_s, output in (
-                (1.0, 60.0, None),
-                (1.0, 150.0, None),
-                (1.0, 300.0, 200),
-                (4.0, 60.0, None),
-                (4.0, 150.0, None),
-                (4.0, 300.0, 200),
-                (4.0, 60.0, 200),
-                (8.0, 60.0, None),
-            ):
-                cells.append(Cell(name, model, context, output, cpu_gb_s, ratio))
+    for machine, model, contexts in SHAPES:
+        for context in contexts:
+            for cpu_gb_s in CPU_GB_S:
+                for ratio in RATIOS:
+                    output = OUTPUT if len(cells) % 2 else None
+                    cells.append(Cell(machine, model, context, output, cpu_gb_s, ratio))
     return cells

@@ -133,25 +133,30 @@ class Rule(Policy):
             self.quiet_until_ns = at.now_ns + backlog - 2 * layer_ns
             return None
         feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
-        best, chosen = 0.0, None
-        for c in cohorts:
-            if not c.ready or c.layer == at.layer + 1:
-                continue
-            last = c.layer == at.num_layers - 1
-            tau = costs.last_ns(c.rows) if last else costs.linear_ns(c.rows)
+        best, chosen, price_ns = 0.0, None, 0
+        for number, layer, rows, keys in _ready_by_layer(cohorts, at.layer + 1):
+            last = layer == at.num_layers - 1
+            tau = costs.last_ns(rows) if last else costs.linear_ns(rows)
             if tau > self._budget_ns:
                 continue
-            job = costs.cpu_ns(c.rows, c.keys)
-            idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(c.rows)), 0), job)
+            job = costs.cpu_ns(rows, keys)
+            idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(rows)), 0), job)
             worth = self.omega + (1 - self.omega) * idle / job if job else self.omega
-            gain = self._net * worth * c.rows / at.num_layers - MARGIN * self._lambda * tau
+            gain = self._net * worth * rows / at.num_layers - MARGIN * self._lambda * tau
             if gain > best:
-                best, chosen = gain, c
-        if chosen is None:
-            return None
-        last = chosen.layer == at.num_layers - 1
-        self._budget_ns -= costs.last_ns(chosen.rows) if last else costs.linear_ns(chosen.rows)
-        return chosen.number
+                best, chosen, price_ns = gain, number, tau
+        self._budget_ns -= price_ns
+        return chosen
+
+
+def _ready_by_layer(cohorts: tuple[CohortView, ...], apart_from: int) -> list[tuple[int, int, int, int]]:
+    """(number of one of them, layer, rows, keys) of the ready cohorts at each layer: they share a detour."""
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for c in cohorts:
+        if c.ready and c.layer != apart_from:
+            number, _, rows, keys = found.get(c.layer, (c.number, c.layer, 0, 0))
+            found[c.layer] = number, c.layer, rows + c.rows, keys + c.keys
+    return list(found.values())
 
 
 def _until_fed(cohort: CohortView, at: LayerView, now_ns: int, layer_ns: int) -> int:

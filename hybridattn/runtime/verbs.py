@@ -84,14 +84,19 @@ class Verbs:
             where = next(i for i, v in enumerate(views) if v.number == chosen)
             if not ready[where] and not self._wait(cohorts[where], views[where], at):
                 return
-            self._detour(cohorts[where])
+            chosen_one = cohorts[where]
+            ready[where] = False
+            beside = [c for c, r in zip(cohorts, ready, strict=True) if r and c.layer == chosen_one.layer]
+            self._detour([chosen_one, *beside])
 
-    def _detour(self, cohort: Cohort) -> None:
-        self._poll(cohort)
-        self._tally.detours += 1
+    def _detour(self, cohorts: list[Cohort]) -> None:
+        """Cohorts at one layer share a detour: its weights are read once for all of them."""
+        for cohort in cohorts:
+            self._poll(cohort)
+        self._tally.detours += len(cohorts)
         if self._forecast is not None:
-            self._forecast.gpu_works(self._device.now_ns(), len(cohort.rows))
-        self._submitter.linear(cohort.layer, None, [cohort])
+            self._forecast.gpu_works(self._device.now_ns(), sum([len(c.rows) for c in cohorts]))
+        self._submitter.linear(cohorts[0].layer, None, cohorts)
 
     def round(self) -> None:
         """No GPU rows: wait, bounded, for the earliest cohort, then give each ready one its linear stage."""

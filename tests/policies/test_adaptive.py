@@ -95,6 +95,16 @@ def test_a_large_cohort_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_doe
     assert rule(omega=0.5, stretch=1e-6).detour((ready(rows=40),), at()) is None
 
 
+def test_small_cohorts_that_stand_together_share_a_detour_that_each_alone_is_not_worth():
+    few = [ready(number, rows=8) for number in range(4)]
+    assert rule(omega=0.5).detour((few[0],), at()) is None
+    assert rule(omega=0.5).detour(tuple(few), at()) == 0
+    apart = tuple(c._replace(layer=9 + c.number) for c in few)
+    assert rule(omega=0.5).detour(apart, at()) is None
+    late = tuple(c._replace(ready=c.number == 0) for c in few)  # those that are not ready do not count
+    assert rule(omega=0.5).detour(late, at()) is None
+
+
 def test_the_budget_of_a_pass_is_its_stretch():
     policy = rule(omega=1.0, stretch=0.1)
     spent = 0

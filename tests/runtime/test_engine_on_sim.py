@@ -170,3 +170,36 @@ def test_gpu_only_makes_no_polls():
     engine = build(GpuOnly(), 3, gpu_blocks=20, cpu_blocks=20)
     serve(engine, jobs_of(4, 4, longest=30))
     assert sum(p.polls_made for p in engine.taken.passes) == 0
+
+
+class TwoByTwo(AsyncOverlap):
+    """Two cohorts are launched together and stay together: the first that is ready elsewhere takes a detour."""
+
+    def launch(self, view):
+        return (1, 1) if view.idle_rows >= 2 else ()
+
+    def ask(self, cohort, at):
+        return Verb.SKIP
+
+    def detour(self, cohorts, at):
+        both = [c for c in cohorts if c.ready and c.layer != at.layer + 1]
+        self.chosen = len(both) == 2
+        return both[-1].number if self.chosen else None
+
+
+def test_ready_cohorts_at_one_layer_share_a_detour():
+    policy = TwoByTwo()
+    engine = build(policy, 3, gpu_blocks=2, cpu_blocks=12)
+    jobs = [(prompt, 8) for prompt, _ in jobs_of(3, 3, longest=9)]
+    shared = []
+    linear = engine.executor.stages.linear
+
+    def watched(layer, batch, cohorts):
+        if getattr(policy, "chosen", False):
+            shared.append((batch, len(cohorts)))
+            policy.chosen = False
+        return linear(layer, batch, cohorts)
+
+    engine.executor.stages.linear = watched
+    assert serve(engine, jobs) == [reference(prompt, count, LAYERS) for prompt, count in jobs]
+    assert shared and set(shared) == {(None, 2)}
