@@ -188,9 +188,10 @@ class TwoByTwo(AsyncOverlap):
 
 
 def test_ready_cohorts_at_one_layer_share_a_detour():
-    policy = TwoByTwo()
-    engine = build(policy, 3, gpu_blocks=2, cpu_blocks=12)
-    jobs = [(prompt, 8) for prompt, _ in jobs_of(3, 3, longest=9)]
+    policy = TwoByTwo(cpu_fraction=2 / 3)
+    engine = build(policy, 3, gpu_blocks=5, cpu_blocks=12)
+    prompts = [prompt for prompt, _ in jobs_of(3, 3, longest=9)]
+    jobs = [(prompts[0], 60), (prompts[1], 8), (prompts[2], 8)]
     shared = []
     linear = engine.executor.stages.linear
 
