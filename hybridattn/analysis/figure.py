@@ -116,14 +116,24 @@ def _label(axes: Axes, panel: Panel, question: Question, found: Crossing | None)
         axes.axhline(1.0, color="#000000", linewidth=0.6)
     axes.set_xlabel(question.x_label or question.x)
     label = question.y_label or question.y
-    if label.endswith("[ns]") and not question.log_y:  # billions would need a factor in the corner, under the title
+    if label.endswith("[ns]"):  # billions would need a factor in the corner, under the title
         label = label.removesuffix("[ns]") + "[ms]"
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.6g}")
+        if question.log_y:
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value / 1e6:.6g}" if f"{value:e}"[0] in "25" else "")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     head = [panel.label] if panel.label else []
     if found is not None and question.candidate:
-        head += textwrap.wrap(f"{question.candidate} over {question.baseline}: {found.describe()}", TITLE_WIDTH)
-    source = textwrap.wrap(str(panel.origin), TITLE_WIDTH)
+        head += _balanced(f"{question.candidate} over {question.baseline}: {found.describe()}")
+    source = _balanced(str(panel.origin))
     axes.set_title("\n".join([*head, *source]), fontsize=8.5)
+
+
+def _balanced(text: str) -> list[str]:
+    """``text`` in as few lines of a title as it takes, of about equal length: no word stands alone."""
+    count = len(textwrap.wrap(text, TITLE_WIDTH))
+    return next(
+        lines for width in range(1, TITLE_WIDTH + 1) if len(lines := textwrap.wrap(text, width)) <= max(1, count)
+    )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hybridattn.analysis.crossing import crossover
-from hybridattn.analysis.figure import Line, draw_sweep
+from hybridattn.analysis.figure import Line, _balanced, draw_sweep
 from hybridattn.analysis.series import Question, gains, origin_of, panels_of
 from hybridattn.core.errors import InputError
 
@@ -67,9 +67,16 @@ def test_many_profiles_are_counted_and_three_are_named():
     assert str(origin_of(many)) == "simulated with profile p0 to p11 (12 in all), commit abc"
 
 
-@pytest.mark.parametrize(("log_y", "shown"), [(False, "latency [ms]"), (True, "latency [ns]")])
-def test_times_are_shown_in_milliseconds_where_the_axis_is_linear(tmp_path, log_y, shown):
+@pytest.mark.parametrize("log_y", [False, True])
+def test_times_are_shown_in_milliseconds(tmp_path, log_y):
     timed = [{**r, "rate": r["rate"] * 1e8} for r in rows()]
     asked = Question("ratio", "rate", panels=("hardware",), y_label="latency [ns]", relative=False, log_y=log_y)
     draw_sweep(panels_of(timed, asked), asked, [tmp_path / "a.svg"])
-    assert f"<!-- {shown} -->" in (tmp_path / "a.svg").read_text()  # how matplotlib notes what a glyph path says
+    assert "<!-- latency [ms] -->" in (tmp_path / "a.svg").read_text()  # how matplotlib notes what a glyph path says
+
+
+def test_a_title_is_broken_into_lines_of_about_equal_length():
+    text = "one policy over another: no crossover in range: it pays from the smallest point on, as far as was looked"
+    lines = _balanced(text)
+    assert " ".join(lines) == text and len(lines) == 2 and abs(len(lines[0]) - len(lines[1])) < 12
+    assert _balanced("short") == ["short"] and _balanced("") == []
