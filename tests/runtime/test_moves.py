@@ -80,7 +80,7 @@ def check_blocks(engine):
         held += s.held_by_moves(tier)
         held += [
             b
-            for m in s._under_way
+            for m in s.swaps.under_way
             if m.request.state is State.FINISHED and m.request.tier == tier  # a context dropped on its way
             for b in m.request.blocks
         ]
