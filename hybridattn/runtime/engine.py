@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from hybridattn.core.device import Device, Span
-from hybridattn.core.errors import DeviceError, HybridAttnError, InputError, StallError
+from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
 from hybridattn.core.records import PassRecord, RequestRecord, RunRecords
-from hybridattn.core.stages import CPU_TIER, Batch, Sampled, Stages
+from hybridattn.core.stages import Batch, Stages
 from hybridattn.policies.base import PassView, Policy
 from hybridattn.runtime.config import EngineConfig
+from hybridattn.runtime.delivery import Delivery, Event
 from hybridattn.runtime.executor import Executor
+from hybridattn.runtime.intake import Intake
 from hybridattn.runtime.request import DeclaredTokens, Request
-from hybridattn.runtime.scheduler import Move, Scheduler
-from hybridattn.runtime.stopping import stop_reason
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A token that a request got; ``text`` is what it adds to the visible text (it may be empty)."""
-
-    request: Request
-    token_id: int
-    text: str
-    finish_reason: str | None
+from hybridattn.runtime.scheduler import Plan, Scheduler
+from hybridattn.runtime.swaps import Move
 
 
 class Engine:
@@ -66,14 +55,12 @@ class Engine:
             any_leaving=lambda: self.scheduler.leaving > 0,
         )
         self._on_broken = on_broken
-        self._num_layers = stages.num_layers
         self._plans = type(policy).begin is not Policy.begin
         self._ended_requests: list[RequestRecord] = []
         self.on_record: Callable[[RequestRecord], None] = self._ended_requests.append
-        self._eos_ids = eos_ids
+        self._delivery = Delivery(self.scheduler, eos_ids)
         self._requests: dict[str, Request] = {}
-        self._arrivals: list[tuple[int, int, Request]] = []  # heap of requests still to come
-        self._count = 0
+        self._intake = Intake(config.max_model_len)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -113,32 +100,14 @@ class Engine:
             No tier that the policy allows can ever hold it.
         """
         self._refuse_if_broken()
-        name = request_id if request_id is not None else f"r{self._count}"
-        if name in self._requests:
-            raise InputError(f"request id {name} is already in use")
-        if not len(prompt):
-            raise InputError(f"request {name}: the prompt has no tokens")
-        if max_tokens is not None and max_tokens < 1:
-            raise InputError(f"request {name}: max_tokens must be at least 1, got {max_tokens}")
-        room = self.config.max_model_len - len(prompt)
-        if room < 1:
-            raise InputError(
-                f"request {name}: its prompt of {len(prompt)} tokens leaves no room for an output token within "
-                f"max_model_len {self.config.max_model_len}"
-            )
         now_ns = self.device.now_ns()
         when_ns = now_ns if arrival_ns is None else arrival_ns
-        request = Request(
-            name, self._count, prompt, room if max_tokens is None else min(room, max_tokens), params, when_ns
-        )
+        request = self._intake.request(prompt, max_tokens, params, request_id, when_ns, self._requests)
         request.session, request.keep = session, bool(session) and keep
         self.scheduler.refuse_impossible(request)
-        if when_ns > now_ns:
-            heapq.heappush(self._arrivals, (when_ns, request.index, request))
-        else:
+        if not self._intake.accept(request, now_ns):
             self.scheduler.add(request)
-        self._requests[name] = request
-        self._count += 1
+        self._requests[request.request_id] = request
         return request
 
     def abort(self, request_id: str) -> None:
@@ -146,12 +115,9 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return
-        at = next((i for i, (_, _, r) in enumerate(self._arrivals) if r is request), None)
-        if at is None:
+        if not self._intake.withdraw(request):
             self.scheduler.end(request, "abort", self.device.now_ns())
             return
-        self._arrivals.pop(at)
-        heapq.heapify(self._arrivals)
         request.finish_reason, request.end_ns = "abort", max(request.arrival_ns, self.device.now_ns())
         self._ended(request)
 
@@ -181,12 +147,12 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        return self.scheduler.unfinished + len(self._arrivals)
+        return self.scheduler.unfinished + len(self._intake)
 
     @property
     def next_arrival_ns(self) -> int | None:
         """When the next request arrives that was added ahead of its time."""
-        return self._arrivals[0][0] if self._arrivals else None
+        return self._intake.next_ns
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -209,16 +175,9 @@ class Engine:
         if self.scheduler.contexts and self.executor.moves:
             self.executor.moves.arrive()  # while nothing ran, contexts came to rest
         now_ns = self.device.now_ns()
-        while self._arrivals and self._arrivals[0][0] <= now_ns:
-            self.scheduler.add(heapq.heappop(self._arrivals)[2])
-        plan = self.scheduler.schedule(now_ns)
-        for move in plan.moves:
-            self._begin(move)
-        if plan.moves and self.scheduler.policy.moves_block:
-            self.executor.moves.wait_all()
-            plan = self.scheduler.schedule(self.device.now_ns())
-            for move in plan.moves:
-                self._begin(move)
+        for request in self._intake.due(now_ns):
+            self.scheduler.add(request)
+        plan = self._plan(now_ns)
         if plan.batch is None and not plan.idle and not self.executor.cohorts:
             self._idle()
             return []
@@ -228,17 +187,28 @@ class Engine:
         sampled = self.executor.run(plan.batch, plan.idle, view)
         if plan.batch is not None:
             self.scheduler.passed(plan.batch)
-        events = [self._accept(s) for s in sampled]
+        events = [self._delivery.deliver(s) for s in sampled]
         for move in self.scheduler.park():
             self._begin(move)
         return events
 
-    def _begin(self, move: Move) -> None:
-        done = partial(self._moved, move)
-        self.executor.move(move.request, move.source, move.blocks, move.tokens, done)
+    def _plan(self, now_ns: int) -> Plan:
+        """What the pass may do, with its moves begun, or made where the policy lets the pass wait for them."""
+        plan = self.scheduler.schedule(now_ns)
+        for move in plan.moves:
+            self._begin(move)
+        if plan.moves and self.policy.moves_block:
+            self.executor.moves.wait_all()
+            plan = self.scheduler.schedule(self.device.now_ns())
+            for move in plan.moves:
+                self._begin(move)
+        return plan
 
-    def _moved(self, move: Move) -> None:
-        self.scheduler.moved(move, self.device.now_ns())
+    def _begin(self, move: Move) -> None:
+        def moved() -> None:
+            self.scheduler.moved(move, self.device.now_ns())
+
+        self.executor.move(move.request, move.source, move.blocks, move.tokens, moved)
 
     def _repeat(self, batch: Batch) -> bool:
         """Passes that are certain to hold exactly these rows, as one priced step each (simulator only).
@@ -250,8 +220,7 @@ class Engine:
         requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]
         if passes < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):
             return False
-        until_ns = self._arrivals[0][0] if self._arrivals else None
-        times_ns = self.executor.repeat(batch, passes, until_ns)
+        times_ns = self.executor.repeat(batch, passes, self._intake.next_ns)
         self.scheduler.reserve_ahead(batch, len(times_ns))
         ids = [0] * len(times_ns)
         for request in requests:
@@ -285,32 +254,10 @@ class Engine:
     def _idle(self) -> None:
         if self.executor.moves:
             self.executor.moves.wait()
-        elif self._arrivals:
-            self.device.sleep_until_ns(self._arrivals[0][0])
+        elif self._intake.next_ns is not None:
+            self.device.sleep_until_ns(self._intake.next_ns)
         elif self.scheduler.unfinished:
-            stuck = (self.scheduler.running + self.scheduler.waiting)[0]
-            raise StallError(
-                f"request {stuck.request_id} is {stuck.state.value} with nothing in flight and nothing to schedule "
-                f"({self.scheduler.unfinished} unfinished)"
-            )
-
-    def _accept(self, sampled: Sampled) -> Event:
-        request = sampled.request
-        assert isinstance(request, Request)
-        request.token_ids.append(sampled.token_id)
-        request.token_ns.append(sampled.time_ns)
-        text = request.text.push(sampled.token_id) if request.text is not None else ""
-        reason = stop_reason(request, self._eos_ids)
-        if reason is not None:
-            if request.text is not None:
-                text += request.text.finish()
-            self.scheduler.end(request, reason, sampled.time_ns)
-        elif request.tier == CPU_TIER:
-            self.scheduler.returned(request)
-        event = Event(request, sampled.token_id, text, reason)
-        if request.events is not None:
-            request.events.append(event)
-        return event
+            raise self.scheduler.stall()
 
     def _ended(self, request: Request) -> None:
         del self._requests[request.request_id]
@@ -326,10 +273,9 @@ class Engine:
         self._on_broken()
         self.scheduler.give_up_moves()
         now_ns = self.device.now_ns()
-        for _, _, request in self._arrivals:
+        for request in self._intake.clear():
             request.finish_reason, request.error, request.end_ns = "error", str(error), max(request.arrival_ns, now_ns)
             self._ended(request)
-        self._arrivals.clear()
         for request in self.scheduler.running + self.scheduler.waiting:
             request.in_flight = False
             request.error = str(error)
@@ -337,7 +283,7 @@ class Engine:
 
     def take_records(self) -> RunRecords:
         """Records of the requests that ended, and of the passes, since the last call (none that went to a sink)."""
-        taken = RunRecords(self._num_layers, list(self._ended_requests), list(self.executor.passes))
+        taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), list(self.executor.passes))
         self._ended_requests.clear()
         self.executor.passes.clear()
         return taken
