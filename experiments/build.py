@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +13,29 @@ from hydra.utils import instantiate
 from experiments.schema import App, Target
 from experiments.sim.machines import kv_tokens
 from hybridattn.core.errors import HybridAttnError, InputError
-from hybridattn.core.op import GPU, Work
+from hybridattn.core.op import GPU
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
-from hybridattn.cost.pricing import PriceModel, Pricing
+from hybridattn.cost.pricing import Constant, PriceModel, Pricing
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import POLICIES, make_policy
 from hybridattn.runtime.predict import by_simulation
+from hybridattn.runtime.priced_stages import EXPOSED
 from hybridattn.workload.item import Workload
 
 ROOT = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Exposed:
-    """A price and what is exposed beside it, e.g. a launch that is not hidden."""
-
-    model: PriceModel
-    extra_ns: int
-
-    def price_ns(self, work: Work) -> int:
-        return self.model.price_ns(work) + self.extra_ns
-
-
 def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
-    """``pricing`` with ``extra_ns`` more for every linear stage on the GPU; its fingerprint says so."""
+    """``pricing`` with ``extra_ns`` more for each linear stage while CPU rows are in flight, and its fingerprint."""
     if extra_ns < 0:
         raise InputError(f"exposed time must not be negative, got {extra_ns} ns")
     if not extra_ns:
         return pricing
-    models: Mapping[tuple[str, str], PriceModel] = {
-        key: Exposed(model, extra_ns) if key == (GPU, "linear") else model for key, model in pricing.models.items()
-    }
+    models: Mapping[tuple[str, str], PriceModel] = {**pricing.models, (GPU, EXPOSED): Constant(extra_ns)}
     return replace(pricing, fingerprint=f"{pricing.fingerprint} +{extra_ns / 1e3:g} us a layer", models=models)
 
 

@@ -44,7 +44,7 @@ class Target:
 class Device:
     """Where it runs. The times are those of a simulated driver and apply to ``sim`` only.
 
-    exposed_us : extra time of every linear stage under a policy that uses the CPU tier (a launch that is not hidden)
+    exposed_us : extra time of every linear stage while CPU rows are in flight (a launch that is not hidden)
     backend : of the CPU attention on a real device: a name that ``hybridattn doctor`` shows, or a module of your own
     """
 

@@ -32,8 +32,8 @@ class DecodeSettings:
     gpu_rows : requests on the GPU tier; null: as many as it holds
     context : tokens that each request attends to
     rate_ratio : CPU attention is slowed or sped up until N_G / N_C is this; null: as the profiles say
-    exposed_fraction : time exposed at each layer under a policy with CPU rows, as a share of the layer of the GPU rows
-        (policies that plan do not know of it)
+    exposed_fraction : time exposed at each layer while CPU rows are in flight, as a share of the layer of the GPU rows
+        (policies that plan know of it)
     passes, warmup : passes measured and left out; null: two and one per layer
     output_tokens, prompt_tokens : of a measured request (real devices only)
     neighbours : busy processes beside a measured point (real devices only)
@@ -83,12 +83,12 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
     if s.rate_ratio is not None:
         pricing = with_cpu_factor(pricing, s.rate_ratio / rate)
         rate = s.rate_ratio
-    policy = policy_of(app, Costs(cost, pricing))
-    uses_cpu = CPU_TIER in policy.tiers
-    gpu_rows, cpu_rows = _rows(s, policy, capacity, on_cpu // s.context)
     exposed_ns = round(s.exposed_fraction * (linear_ns + attention_ns) + app.device.exposed_us * 1e3)
-    exposed_ns = exposed_ns if uses_cpu and cpu_rows else 0
     priced = with_exposed(pricing, exposed_ns)
+    policy = policy_of(app, Costs(cost, priced))
+    gpu_rows, cpu_rows = _rows(s, policy, capacity, on_cpu // s.context)
+    uses_cpu = CPU_TIER in policy.tiers and cpu_rows > 0
+    exposed_ns = exposed_ns if uses_cpu else 0
     run = SteadyRun(
         Costs(cost, priced), priced, policy, Load(gpu_rows, cpu_rows, s.context), lambda p: sim_device(app, p)
     )
@@ -107,7 +107,7 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
         "linear_layer_ns": linear_ns, "attention_layer_ns": attention_ns,
         "attention_over_linear": attention_ns / linear_ns, "rate_ratio": rate, "cpu_over_gpu_rate": 1 / rate,
         "exposed_layer_ns": exposed_ns,
-        "stretch": exposed_ns / (linear_ns + attention_ns) if uses_cpu and cpu_rows else None,
+        "stretch": exposed_ns / (linear_ns + attention_ns) if uses_cpu else None,
     }  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from experiments.build import cost_of, pricing_of, sim_device, with_exposed
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
-from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.cost.pricing import Together
+from hybridattn.runtime.priced_stages import EXPOSED
 
 TIMEOUT_NS = 10**13
 
@@ -41,7 +43,10 @@ def point(app: App, settings: OverlapSettings) -> dict[str, Any]:
     pricing = with_exposed(pricing_of(app), round(app.device.exposed_us * 1e3) if on_cpu else 0)
     device = sim_device(app, pricing, record=True)
     on_gpu = s.rows - on_cpu
-    before = device.submit(Op("linear", GPU, cost.linear(s.rows)))
+    linear: Work = cost.linear(s.rows)
+    if (GPU, EXPOSED) in pricing.models:
+        linear = Together(linear, Work(EXPOSED, 0.0, 0, 1))
+    before = device.submit(Op("linear", GPU, linear))
     gpu = before
     if on_gpu:
         gpu = device.submit(Op("attention", GPU, cost.decode_attention(on_gpu, on_gpu * s.context)))

@@ -71,9 +71,9 @@ def point(app: App, settings: ServeSettings) -> dict[str, Any]:
     """One row: latency and throughput of the workload under a policy."""
     workload = workload_for(app, settings)
     pricing = pricing_of(app)
+    pricing = with_exposed(pricing, round(app.device.exposed_us * 1e3))
     policy = policy_of(app, Costs(cost_of(app), pricing))
-    exposed_ns = round(app.device.exposed_us * 1e3) if CPU_TIER in policy.tiers else 0
-    engine = engine_for(app, settings, policy, sim_device(app, with_exposed(pricing, exposed_ns)))
+    engine = engine_for(app, settings, policy, sim_device(app, pricing))
     served = Replay(engine, workload).run()
     return row(app, settings, workload, engine, served, served.requests)
 
@@ -101,7 +101,8 @@ def engine_for(
         op_timeout_ns=TIMEOUT_NS,
         pause_tier=pause_tier,
     )
-    return Engine(PricedStages(cost.shape, cost.dtype), device, policy, config)
+    stages = PricedStages(cost.shape, cost.dtype, exposed=app.device.exposed_us > 0)
+    return Engine(stages, device, policy, config)
 
 
 def row(

@@ -75,7 +75,7 @@ CPU_GB_S, RATIOS, OUTPUT = (40.0, 100.0, 400.0), (1.0, 4.0, 16.0), 200
 
 def grid() -> list[Cell]:
     """108 settings: every GPU, model and context with every CPU bandwidth and load; every second one with prompts."""
-    cells = []
+    cells: list[Cell] = []
     for machine, model, contexts in SHAPES:
         for context in contexts:
             for cpu_gb_s in CPU_GB_S:

@@ -29,7 +29,7 @@ from hybridattn.policies.base import (
     TierView,
     Verb,
 )
-from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, policy_of, rule_layouts
+from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load, Prediction
 
 Predict = Callable[[Load, Layout, Costs, bool], Prediction]
@@ -130,6 +130,7 @@ class Adaptive(Policy):
         self._factor = 1.0
         self._planned_at = -SETTLE_PASSES
         self._idle_passes = 0
+        self._forced = -1  # number of the latest cohort that only patience launched
         self._prompt_tokens = 0
         self._cpu_rows = 0
 
@@ -279,17 +280,27 @@ class Adaptive(Policy):
         sizes = self._inner.launch(view)
         self.launch_cap = self._inner.launch_cap
         self._idle_passes = 0 if sizes or view.cohorts else self._idle_passes + 1
-        if not sizes and self._idle_passes >= PATIENCE_PASSES:
+        if not sizes and self._idle_passes >= PATIENCE_PASSES and view.idle_rows:
             self._idle_passes = 0
-            return (view.idle_rows,)
+            self._forced = view.next_number
+            return (min(view.idle_rows, self._unnoticed(view)),)
         return sizes
+
+    def _unnoticed(self, view: LaunchView) -> int:
+        """CPU rows that hide behind the GPU's attention (all of them where the GPU has none); at least one."""
+        if not view.gpu_rows or not view.idle_keys:
+            return view.idle_rows
+        context = max(1, view.gpu_keys // view.gpu_rows, sum(view.idle_keys) // len(view.idle_keys))
+        return max(1, hidden_rows(self.costs, view.gpu_rows, context)[0])
 
     def priority_of(self, number: int) -> int:
         return self._inner.priority_of(number)
 
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         if self.layout is None or self.layout.kind == "gpu_only":
-            return Verb.JOIN if cohort.ready else Verb.SKIP  # what is still in flight ends in peace
+            if cohort.ready:
+                return Verb.JOIN
+            return Verb.WAIT if cohort.number == self._forced else Verb.SKIP  # what is still in flight ends in peace
         return self._inner.ask(cohort, at)
 
     def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:

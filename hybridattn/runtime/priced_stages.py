@@ -7,21 +7,31 @@ from collections.abc import Sequence
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import GPU_TIER, Batch, Cohort, RequestLike, Segment
+from hybridattn.cost.pricing import Together
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
+
+EXPOSED = "exposed"
 
 
 class PricedStages:
     """Ops with work and no closure, for the simulator. Output lengths are declared: every token id is 0.
 
     Linear ops are made once per layer and number of rows and used again: nobody changes an op after it was made.
+
+    Parameters
+    ----------
+    exposed : bool
+        Each linear stage while CPU rows are in flight also holds work of the kind ``exposed``, which the pricing must
+        know: time in which the GPU stands still, e.g. for launches that are not hidden.
     """
 
-    def __init__(self, shape: ModelShape, dtype: str, kv_dtype: str = "") -> None:
+    def __init__(self, shape: ModelShape, dtype: str, kv_dtype: str = "", exposed: bool = False) -> None:
         self.num_layers = shape.num_layers
         self.cost = ModelCost(shape, dtype, kv_dtype)
         self._attention = self.cost.decode_attention(0, 0)
         self._attending: dict[int, tuple[Work, Work, Work]] = {}  # cohort -> copy down, attention, copy up
-        self._linear: dict[tuple[int, int], Op] = {}
+        self._linear: dict[tuple[int, int, bool], Op] = {}
+        self._exposed = Work(EXPOSED, 0.0, 0, 1) if exposed else None
         self._tokens = 0
         self._alone_keys = 0
 
@@ -48,15 +58,19 @@ class PricedStages:
         count = self._tokens if batch is not None else 0
         for cohort in cohorts:
             count += len(cohort.rows)
+        exposed = self._exposed is not None and bool(self._attending)
         if layer < self.num_layers - 1:
-            op = self._linear.get((layer, count))
+            op = self._linear.get((layer, count, exposed))
             if op is None:
                 work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
-                op = self._linear[layer, count] = Op("linear", GPU, work, layer=layer)
+                op = self._linear[layer, count, exposed] = Op("linear", GPU, self._with(work, exposed), layer=layer)
             return op
         rows = sum(len(c.rows) for c in cohorts)
         sampled = rows + (sum(s.samples for s in batch.segments) if batch is not None else 0)
-        return Op("linear+sample", GPU, self.cost.last(count, sampled), layer=layer)
+        return Op("linear+sample", GPU, self._with(self.cost.last(count, sampled), exposed), layer=layer)
+
+    def _with(self, work: Work, exposed: bool) -> Work:
+        return Together(work, self._exposed) if exposed and self._exposed is not None else work
 
     def alone(self, batch: Batch, step: int) -> tuple[Op, Op, Op, Op, int]:
         """A decode pass of these rows, ``step`` tokens later: first stage, attention and linear stage of each layer,

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridattn.core.device import Device
+from hybridattn.core.op import GPU
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.pricing import Pricing
 from hybridattn.policies.base import PassView, Policy
 from hybridattn.policies.load import Load
 from hybridattn.runtime.executor import Executor
-from hybridattn.runtime.priced_stages import PricedStages
+from hybridattn.runtime.priced_stages import EXPOSED, PricedStages
 from hybridattn.runtime.request import DeclaredTokens, Request, State
 
 CHUNK = 512  # prompt tokens that are prefilled in one pass
@@ -51,7 +52,7 @@ class SteadyRun:
         self.policy = policy
         self.device = open_device(pricing)
         self.executor = Executor(
-            PricedStages(costs.cost.shape, costs.cost.dtype, costs.cost.kv_dtype),
+            PricedStages(costs.cost.shape, costs.cost.dtype, costs.cost.kv_dtype, (GPU, EXPOSED) in pricing.models),
             self.device,
             policy,
             max_rows=max(1, load.cpu_rows),

@@ -15,7 +15,7 @@ from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.policies.adaptive import PATIENCE_PASSES, SETTLE_PASSES, WINDOW, Adaptive, Auto
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, RequestView, TierView, Verb
-from hybridattn.policies.layouts import Layout, fixed_layouts, policy_of, rule_layouts
+from hybridattn.policies.layouts import Layout, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.rule import Rule
 
@@ -219,7 +219,17 @@ def test_rows_on_the_cpu_tier_do_not_starve_under_a_gpu_only_plan():
     policy.begin(passing())
     launched = [policy.launch(LaunchView(4, 0, 24)) for _ in range(2 * PATIENCE_PASSES)]
     assert [s for s in launched if s] == [(4,), (4,)]
-    assert policy.ask(ready(is_ready=False), at()) is Verb.SKIP and policy.ask(ready(), at()) is Verb.JOIN
+    assert policy.ask(ready(is_ready=False), at()) is Verb.WAIT  # through in one pass
+    assert policy.ask(ready(7, is_ready=False), at()) is Verb.SKIP  # in flight from an earlier plan
+    assert policy.ask(ready(7), at()) is Verb.JOIN
+
+
+def test_patience_launches_no_more_rows_than_hide_behind_the_gpus_attention():
+    policy, _ = planner({"gpu_only": Guess(200.0)})
+    policy.begin(passing(cpu_rows=400))
+    view = LaunchView(400, 0, 24, (1000,) * 400, 24_000)
+    (launched,) = [s for s in (policy.launch(view) for _ in range(PATIENCE_PASSES)) if s]
+    assert launched == (hidden_rows(COSTS, 24, 1000)[0],) and 0 < launched[0] < 400
 
 
 def test_auto_wants_two_per_cent():
