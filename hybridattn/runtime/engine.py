@@ -142,8 +142,10 @@ class Engine:
         return True
 
     def end_session(self, session: str) -> None:
-        """Forget the context of a session; unknown ones are ignored."""
+        """Forget the context of a session; unknown ones are ignored. With no request left its pages are back then."""
         self.scheduler.contexts.drop(session)
+        if not self.unfinished and self.broken is None:
+            self.executor.moves.wait_all()  # else a copy under way would hold them until the next pass
 
     @property
     def unfinished(self) -> int:
