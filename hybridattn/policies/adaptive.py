@@ -152,7 +152,7 @@ class Adaptive(Policy):
             if self._load is None or (settled and not load.like(self._load)):
                 self._discount.clear()
                 self._plan(load, view)
-            elif (settled and learnt) or (self.guard and self._falls_short(view)):
+            elif (settled and learnt) or (self.guard and self._falls_short(view, load)):
                 self._plan(load, view)
         self._inner.begin(view)
 
@@ -246,8 +246,11 @@ class Adaptive(Policy):
             self.launch_cap = self._inner.launch_cap
             self.quiet_until_ns = 0
 
-    def _falls_short(self, view: PassView) -> bool:
-        """The guard: measured against predicted rate of the window that ends now; True asks for a new plan."""
+    def _falls_short(self, view: PassView, load: Load) -> bool:
+        """The guard: measured against predicted rate of the window that ends now; True asks for a new plan.
+
+        The layout counts for less then, unless the prediction was for other prompts than there are by now.
+        """
         mark, expected, layout = self._mark, self.expected, self.layout
         if mark is None or expected is None or layout is None or layout.kind == "gpu_only":
             return False
@@ -257,7 +260,9 @@ class Adaptive(Policy):
         self._mark = view
         if rate >= SHORT * expected.tokens_per_s:
             return False
-        self._discount[layout] = rate / expected.tokens_per_s * self._discount.get(layout, 1.0)
+        assert self._load is not None
+        if load.prompt_per_token == self._load.prompt_per_token:
+            self._discount[layout] = rate / expected.tokens_per_s * self._discount.get(layout, 1.0)
         return True
 
     # -- placement ---------------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ class SteadyRun:
         for _ in range(warmup):
             self.step()
         start_ns, tokens, gpu_tokens, owed = self.device.now_ns(), self.executor.tokens, self.gpu_tokens, self.owed
+        self._taking_part = {i for i, row in enumerate(self._rows) if row.request.in_flight}  # type: ignore[attr-defined]
         for _ in range(passes):
             self.step()
         took_ns = self.device.now_ns() - start_ns

@@ -168,6 +168,14 @@ def test_the_guard_plans_again_without_what_falls_short():
     assert policy.plans == 2 and policy.layout != used
 
 
+def test_a_prediction_for_other_prompts_is_made_anew_and_not_held_against_the_layout():
+    policy, _ = planner({"rule": Guess(150.0), "sync_offload": Guess(140.0)})
+    policy.begin(passing(tokens=1000.0))
+    used, some = policy.layout, 600  # prompt tokens: half a one for each token made, which is still a load alike
+    policy.begin(passing(WINDOW, 10**9, 1075.0)._replace(prefill_tokens=some))
+    assert policy.plans == 2 and policy.layout == used and not policy._discount
+
+
 def test_without_the_guard_it_believes_its_predictions():
     policy, _ = planner({"rule": Guess(150.0)}, guard=False)
     policy.begin(passing())
