@@ -24,9 +24,10 @@ from experiments.results import ResultFolder
 from experiments.sim.gridspec import Cell, grid
 from experiments.sim.ideal import open_sim
 from hybridattn.cost.costs import with_cpu_factor
-from hybridattn.policies.adaptive import Adaptive, Predict
+from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.layouts import Layout, fixed_layouts, policy_of
 from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.planning import Predict
 from hybridattn.runtime.predict import by_simulation
 from hybridattn.runtime.provenance import git_commit
 from hybridattn.runtime.steady import Steady, SteadyRun

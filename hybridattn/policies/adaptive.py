@@ -12,10 +12,6 @@ The fixed policies are among the layouts, and GPU-only always is, so it falls ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
-
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
@@ -29,47 +25,15 @@ from hybridattn.policies.base import (
     TierView,
     Verb,
 )
-from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, hidden_rows, policy_of, rule_layouts
+from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
 from hybridattn.policies.load import Limits, Load, Prediction
-
-Predict = Callable[[Load, Layout, Costs, bool], Prediction]
+from hybridattn.policies.planning import Planner, Predict, Question, alone_on_cpu, choose
 
 WINDOW = 48  # passes over which the guard measures
 SHORT = 0.95  # of the predicted rate: below it the guard steps in
 PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
 SETTLE_PASSES = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
-FINALISTS = 5
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Which layout for a load? With all that decides the answer, except for the cost model.
-
-    ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt.
-    """
-
-    load: Load
-    cpu_factor: float
-    limits: Limits
-    min_gain: float
-    discount: tuple[tuple[Layout, float], ...] = ()
-
-    def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
-        """What ``Adaptive.choose`` says."""
-        policy = Adaptive(costs, predict, self.limits.gpu, self.limits.cpu, self.min_gain)
-        policy._discount.update(self.discount)
-        return policy.choose(self.load, costs.corrected(self.cpu_factor))
-
-
-class Planner(Protocol):
-    """Answers one question at a time, elsewhere (``hybridattn.runtime.planner.Planner``). Neither method blocks."""
-
-    def ask(self, question: Question) -> None: ...
-
-    def take(self) -> tuple[Layout, Prediction] | None:
-        """The answer, once it is there."""
-        ...
 
 
 class Adaptive(Policy):
@@ -184,7 +148,7 @@ class Adaptive(Policy):
     def _ask(self, load: Load, view: PassView) -> None:
         assert self.planner is not None
         if not load.gpu_rows:
-            self._use(_alone_on_cpu(load), None, view)
+            self._use(alone_on_cpu(load), None, view)
             return
         discount = tuple(self._discount.items())
         self.planner.ask(Question(load, round(view.cpu_factor, 2), self.limits, self.min_gain, discount))
@@ -198,42 +162,8 @@ class Adaptive(Policy):
             self._use(*answer, view)
 
     def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
-        """The layout with the highest predicted rate that keeps the limits, and that prediction."""
-        if not load.gpu_rows:
-            layout = _alone_on_cpu(load)
-            return layout, self.predict(load, layout, costs, True)
-        alone = Layout("gpu_only")
-        base = self.predict(load, alone, costs, True)
-        rated: list[tuple[float, int, Layout, bool]] = []
-        for i, layout in enumerate(self.candidates(load, costs)):
-            found = self.predict(load, layout, costs, False)
-            if self.limits.kept_by(found, base.gpu_tpot_ns, slack=0.1):
-                kept = self.limits.kept_by(found, base.gpu_tpot_ns)
-                rated.append((-found.tokens_per_s * self._discount.get(layout, 1.0), i, layout, kept))
-        rated.sort()
-        chosen = [r for r in rated if r[3]][:FINALISTS]
-        chosen += [r for r in rated[:FINALISTS] if not r[3]]  # a longer look may find them within the limits
-        best, expected = alone, base
-        rate = base.tokens_per_s * self.min_gain
-        for _, _, layout, _ in chosen:
-            found = self.predict(load, layout, costs, True)
-            value = found.tokens_per_s * self._discount.get(layout, 1.0)
-            if value > rate and self.limits.kept_by(found, base.gpu_tpot_ns):
-                best, expected, rate = layout, found, value
-        return best, expected
-
-    def candidates(self, load: Load, costs: Costs) -> list[Layout]:
-        """Every layout worth trying: the fixed policies tuned, the local rule; with limits also fewer CPU rows."""
-        sizes = load.gpu_rows, load.cpu_rows, load.context
-        fixed = fixed_layouts(costs, *sizes)[1:]
-        if not self.limits.any:
-            return fixed + rule_layouts(costs, *sizes)
-        found = fixed + rule_layouts(costs, *sizes, stretches=(0.1, 0.2), omegas=(0.0, 0.5))
-        for share in (2, 4):
-            rows = load.cpu_rows // share
-            if rows:
-                found += bounded(rule_layouts(costs, load.gpu_rows, rows, load.context, (0.2,), (0.0, 0.5)), rows)
-        return found
+        """The layout for ``load`` by this policy's predictions and limits, and by what its guard learnt."""
+        return choose(load, costs, self.predict, self.limits, self.min_gain, self._discount)
 
     def _use(self, layout: Layout, expected: Prediction | None, view: PassView) -> None:
         self.expected = expected
@@ -315,11 +245,6 @@ class Adaptive(Policy):
         chosen = self._inner.detour(cohorts, at)
         self.quiet_until_ns = self._inner.quiet_until_ns
         return chosen
-
-
-def _alone_on_cpu(load: Load) -> Layout:
-    """Without GPU rows two cohorts take turns."""
-    return Layout("async_overlap", min(2, load.cpu_rows))
 
 
 def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:

@@ -8,10 +8,11 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.adaptive import Adaptive, Auto, Planner, Predict
+from hybridattn.policies.adaptive import Adaptive, Auto
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
+from hybridattn.policies.planning import Planner, Predict
 
 POLICIES: dict[str, type[Policy]] = {
     p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric, Adaptive, Auto)

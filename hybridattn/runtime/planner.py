@@ -23,9 +23,9 @@ from typing import Any
 import hybridattn
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.profile import Profile
-from hybridattn.policies.adaptive import Question
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Prediction
+from hybridattn.policies.planning import Question
 from hybridattn.runtime.planner_words import Failed, Setup, question_line, read_answer
 
 _PROGRAM = "from hybridattn.runtime.planner_process import main; main()"

@@ -9,9 +9,9 @@ from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.here import costs_here
 from hybridattn.cost.profile import Profile, from_json
-from hybridattn.policies.adaptive import Question
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Limits, Load, Prediction
+from hybridattn.policies.planning import Question
 from hybridattn.runtime.steady import Steady
 
 

@@ -25,8 +25,9 @@ from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import save_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.models.load import load
-from hybridattn.policies.adaptive import Adaptive, Question
+from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.planning import Question
 from hybridattn.runtime import planner as planner_module
 from hybridattn.runtime.planner import Planner
 from hybridattn.runtime.predict import by_simulation, open_priced

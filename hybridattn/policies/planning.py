@@ -1,0 +1,116 @@
+"""Choosing a layout: short simulations of every one that is worth trying, and the best that keeps the limits.
+
+    choose:   candidates --> a quick look at each --> a longer one at the best few --> the best of those
+
+A ``Question`` carries all that decides the choice apart from the cost model, so that it may be answered elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridattn.cost.costs import Costs
+from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, rule_layouts
+from hybridattn.policies.load import Limits, Load, Prediction
+
+Predict = Callable[[Load, Layout, Costs, bool], Prediction]
+
+FINALISTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which layout for a load? With all that decides the answer, except for the cost model.
+
+    ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt.
+    """
+
+    load: Load
+    cpu_factor: float
+    limits: Limits
+    min_gain: float
+    discount: tuple[tuple[Layout, float], ...] = ()
+
+    def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
+        """The layout and its prediction (see :func:`choose`)."""
+        costs = costs.corrected(self.cpu_factor)
+        return choose(self.load, costs, predict, self.limits, self.min_gain, dict(self.discount))
+
+
+class Planner(Protocol):
+    """Answers one question at a time, elsewhere (``hybridattn.runtime.planner.Planner``). Neither method blocks."""
+
+    def ask(self, question: Question) -> None: ...
+
+    def take(self) -> tuple[Layout, Prediction] | None:
+        """The answer, once it is there."""
+        ...
+
+
+def choose(
+    load: Load,
+    costs: Costs,
+    predict: Predict,
+    limits: Limits,
+    min_gain: float = 1.0,
+    discount: Mapping[Layout, float] | None = None,
+) -> tuple[Layout, Prediction]:
+    """The layout with the highest predicted rate that keeps the limits, and that prediction.
+
+    Parameters
+    ----------
+    min_gain : float
+        Predicted gain over GPU-only that a layout with CPU rows must exceed.
+    discount : mapping of Layout to float, optional
+        What a layout's predicted rate counts for, where it fell short before.
+    """
+    if not load.gpu_rows:
+        layout = alone_on_cpu(load)
+        return layout, predict(load, layout, costs, True)
+    discount = discount or {}
+    alone = Layout("gpu_only")
+    base = predict(load, alone, costs, True)
+    best, expected, rate = alone, base, base.tokens_per_s * min_gain
+    for layout in _finalists(load, costs, predict, limits, base, discount):
+        found = predict(load, layout, costs, True)
+        value = found.tokens_per_s * discount.get(layout, 1.0)
+        if value > rate and limits.kept_by(found, base.gpu_tpot_ns):
+            best, expected, rate = layout, found, value
+    return best, expected
+
+
+def _finalists(
+    load: Load, costs: Costs, predict: Predict, limits: Limits, base: Prediction, discount: Mapping[Layout, float]
+) -> list[Layout]:
+    """The best few by a quick look; with them some that miss a limit by little, which a longer look may find kept."""
+    rated: list[tuple[float, int, Layout, bool]] = []
+    for i, layout in enumerate(candidates(load, costs, limits)):
+        found = predict(load, layout, costs, False)
+        if limits.kept_by(found, base.gpu_tpot_ns, slack=0.1):
+            kept = limits.kept_by(found, base.gpu_tpot_ns)
+            rated.append((-found.tokens_per_s * discount.get(layout, 1.0), i, layout, kept))
+    rated.sort()
+    chosen = [r for r in rated if r[3]][:FINALISTS]
+    chosen += [r for r in rated[:FINALISTS] if not r[3]]
+    return [layout for _, _, layout, _ in chosen]
+
+
+def candidates(load: Load, costs: Costs, limits: Limits) -> list[Layout]:
+    """Every layout worth trying: the fixed policies tuned, the local rule; with limits also fewer CPU rows."""
+    sizes = load.gpu_rows, load.cpu_rows, load.context
+    fixed = fixed_layouts(costs, *sizes)[1:]
+    if not limits.any:
+        return fixed + rule_layouts(costs, *sizes)
+    found = fixed + rule_layouts(costs, *sizes, stretches=(0.1, 0.2), omegas=(0.0, 0.5))
+    for share in (2, 4):
+        rows = load.cpu_rows // share
+        if rows:
+            found += bounded(rule_layouts(costs, load.gpu_rows, rows, load.context, (0.2,), (0.0, 0.5)), rows)
+    return found
+
+
+def alone_on_cpu(load: Load) -> Layout:
+    """Without GPU rows two cohorts take turns."""
+    return Layout("async_overlap", min(2, load.cpu_rows))
