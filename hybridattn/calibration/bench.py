@@ -8,6 +8,7 @@ profile's tables.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Bench:
         self.shape, self.dtype = loaded.config.shape, dtype
         self._submit = self.device.submit
         self._seen: list[Seen] = []
+        self.driver_ns: list[float] = []  # of each measurement: the driver's processor time per submission
 
     def __enter__(self) -> Bench:
         return self
@@ -90,9 +92,11 @@ class Bench:
             run(executor)
         self._seen = []
         self.device.submit = self._spy
+        started_ns = time.thread_time_ns()
         try:
             for _ in range(count):
                 run(executor)
+            self.driver_ns.append((time.thread_time_ns() - started_ns) / len(self._seen))
             self.device.drain(TIMEOUT_NS)
         finally:
             self.device.submit = self._submit

@@ -11,7 +11,7 @@ from hybridattn.calibration.bench import CHUNKS, CONTEXTS, ROWS, TIMEOUT_NS, Ben
 from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
 from hybridattn.core.op import CPU, GPU, Op, Work
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.machine import measured_machine
+from hybridattn.cost.machine import decile_name, measured_machine
 from hybridattn.cost.profile import Profile, Quantity, measured_profile
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.cost.table import Sample
@@ -21,7 +21,7 @@ PASSES = 3
 
 
 def driver_costs(bench: Bench) -> dict[str, Quantity]:
-    """What a submission and a poll cost the driver, and an empty op from submission to its waiting driver."""
+    """What the driver costs: a submission, a poll, an empty op and back, and its time per op in the passes so far."""
     device, count = bench.device, 300
     op = Op("empty", GPU, Work("other", 0.0, 0, 1), lambda: None)
     start = time.perf_counter_ns()
@@ -38,17 +38,19 @@ def driver_costs(bench: Bench) -> dict[str, Quantity]:
         hops.append(time.perf_counter_ns() - start)
     device.drain(TIMEOUT_NS)
     values = {"submit": submit, "poll": poll, "launch": statistics.median(hops)}
-    return {
+    costs = {
         name: Quantity(max(1.0, v), "ns", "measured", "median or mean over empty ops") for name, v in values.items()
     }
+    source = "median over the passes so far: the driver's processor time per submission"
+    return {**costs, "driver": Quantity(statistics.median(bench.driver_ns), "ns", "measured", source)}
 
 
 def handover_costs(timed: Sequence[Timed]) -> dict[str, Quantity]:
     """How late ops begin on each lane, and how late a waiting driver goes on, in passes of blocking offload."""
-    source = "median over the ops of decode passes"
     return {
-        name if name == "wake" else f"handover.{name}": Quantity(max(1.0, ns), "ns", "measured", source)
-        for name, ns in handovers(timed).items()
+        decile_name(name, decile): Quantity(max(1.0, ns), "ns", "measured", f"decile {decile} over decode passes")
+        for name, values in handovers(timed).items()
+        for decile, ns in enumerate(values, start=1)
     }
 
 

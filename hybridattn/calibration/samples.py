@@ -65,14 +65,19 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
     return [replace(g[0], took_ns=round(statistics.median(s.took_ns for s in g))) for g in groups.values()]
 
 
-def handovers(timed: Sequence[Timed]) -> dict[str, int]:
-    """How late ops begin on each lane [ns], and how late a waiting driver goes on (``wake``): medians.
+def handovers(timed: Sequence[Timed]) -> dict[str, tuple[int, ...]]:
+    """How late ops begin on each lane [ns], and how late a waiting driver goes on (``wake``): the nine deciles.
 
     A lane is a thread that has to be woken, or runs Python between two ops; none of it is part of any op's own time.
+    Deciles, because what two threads do at about the same time is decided by how these times vary.
     """
-    late: dict[str, list[int]] = {}
+    late: dict[str, list[int]] = {"wake": [t.woke_ns for t in timed if t.woke_ns is not None]}
     for t in timed:
         late.setdefault(t.lane, []).append(max(0, t.late_ns))
-    found = {lane: round(statistics.median(values)) for lane, values in late.items()}
-    woke = [t.woke_ns for t in timed if t.woke_ns is not None]
-    return found | {"wake": round(statistics.median(woke)) if woke else 0}
+    return {name: _deciles(values) for name, values in late.items()}
+
+
+def _deciles(values: Sequence[int]) -> tuple[int, ...]:
+    if len(values) < 2:
+        return tuple(values) * 9 or (0,) * 9
+    return tuple(round(q) for q in statistics.quantiles(values, n=10, method="inclusive"))

@@ -24,6 +24,7 @@ from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
 from hybridattn.cost.pricing import Pricing
 from hybridattn.devices.budget import Budget
+from hybridattn.devices.late import WAKE, lateness
 from hybridattn.devices.sim_closures import Closures
 from hybridattn.devices.sim_ticket import RunTicket, SimTicket
 
@@ -44,11 +45,14 @@ class SimDevice:
         Keep spans for ``drain``; off, memory stays flat over millions of ops.
     submit_ns, poll_ns : int
         What a submission and a poll cost the driver, on the virtual clock.
-    wake_ns : int
-        How long after the end of an op a driver that waited for it goes on.
-    handover_ns : dict of lane to int, optional
+    wake_ns : int or sequence of int
+        How long after the end of an op a driver that waited for it goes on; several times are taken in turn.
+    handover_ns : dict of lane to int or sequence of int, optional
         How late an op of that lane begins, once it was submitted, what it comes after has ended and the lane is free:
         lanes that are threads have to be woken.
+    steals_ns : int
+        What each submission takes from the next op of the GPU lane: a driver that shares the core of the thread which
+        plays the GPU.
     memory_bytes : dict, optional
         Bytes of the ``gpu`` and ``cpu`` tier; unlimited where absent.
     """
@@ -63,8 +67,9 @@ class SimDevice:
         record: bool = True,
         submit_ns: int = 0,
         poll_ns: int = 0,
-        wake_ns: int = 0,
-        handover_ns: Mapping[str, int] | None = None,
+        wake_ns: int | Sequence[int] = 0,
+        handover_ns: Mapping[str, int | Sequence[int]] | None = None,
+        steals_ns: int = 0,
         memory_bytes: dict[str, int] | None = None,
         name: str = "sim",
         profile: str = "unnamed",
@@ -81,9 +86,10 @@ class SimDevice:
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
-        self.wake_ns = wake_ns
-        self._handover_ns = dict.fromkeys(LANES, 0) | dict(handover_ns or {})
-        hidden = not wake_ns and not any(self._handover_ns.values())
+        self._late = lateness(wake_ns, handover_ns)
+        self._steals_ns = steals_ns
+        self._stolen_ns = 0
+        hidden = self._late is None and not steals_ns
         self.resolves = hidden and not execute and not record  # nobody looks at single ops: layers may pass in one step
         self._free_ns = dict.fromkeys(LANES, 0)
         self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
@@ -106,14 +112,18 @@ class SimDevice:
                 ready = t.end_ns
         if lane == CPU:
             ticket = self._place_cpu(op, ready)
+            self._stolen_ns += self._steals_ns
         else:
             start = self._free_ns[lane]
             if start < ready:
                 start = ready
-            start += self._handover_ns[lane]
+            if self._late is not None:
+                start += next(self._late[lane])
             price = self._price(op) if lane not in self._partners else self._shared_price(op, lane, start)
             if price < 0:
                 raise InputError(f"{op.describe()} has the negative price {price} ns")
+            if self._steals_ns:
+                price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
             ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, end)
         if isinstance(ticket, RunTicket):
@@ -194,6 +204,18 @@ class SimDevice:
     def now_ns(self) -> int:
         return self.clock_ns
 
+    def _take_stolen(self, lane: str) -> int:
+        """What the driver took from the GPU lane since its last op, where ``lane`` is that."""
+        self._stolen_ns += self._steals_ns
+        if lane != GPU:
+            return 0
+        taken, self._stolen_ns = self._stolen_ns, 0
+        return taken
+
+    def wake(self, end_ns: int) -> None:
+        """The driver, which waited for what ends then, goes on."""
+        self.advance(end_ns if self._late is None else end_ns + next(self._late[WAKE]))
+
     def sleep_until_ns(self, when_ns: int) -> None:
         if when_ns > self.clock_ns:
             self.advance(when_ns)
@@ -205,7 +227,7 @@ class SimDevice:
             named = ", ".join(t.op.describe() for t in tickets)
             raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
         if end > self.clock_ns:
-            self.advance(end + self.wake_ns)
+            self.wake(end)
 
     def drain(self, timeout_ns: int) -> list[Span]:
         end = max(self._free_ns.values())
@@ -250,7 +272,9 @@ class SimDevice:
             overtaken = [t for t in self._queued_skipped if t.start_ns > not_before]
             self._queued_skipped = overtaken  # what stays before this op may not be moved past it by a later one
         free = overtaken[0].lane_free_ns if overtaken else self._free_ns[CPU]
-        start = (free if free > ready else ready) + self._handover_ns[CPU]
+        start = free if free > ready else ready
+        if self._late is not None:
+            start += next(self._late[CPU])
         price = self._price(op) if CPU not in self._partners else self._shared_price(op, CPU, start)
         if price < 0:
             raise InputError(f"{op.describe()} has the negative price {price} ns")
@@ -259,7 +283,7 @@ class SimDevice:
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
-            t.start_ns = max(at, t.ready_ns) + self._handover_ns[CPU]
+            t.start_ns = max(at, t.ready_ns) + (next(self._late[CPU]) if self._late is not None else 0)
             at = t.end_ns = t.start_ns + length
         self._free_ns[CPU] = at
         if op.priority != WAITED:

@@ -14,9 +14,9 @@ class Clock(Protocol):
 
     clock_ns: int
     poll_ns: int
-    wake_ns: int
 
     def advance(self, when_ns: int) -> None: ...
+    def wake(self, end_ns: int) -> None: ...
 
 
 class SimTicket:
@@ -47,7 +47,7 @@ class SimTicket:
             if self.end_ns > device.clock_ns + timeout_ns:
                 device.advance(device.clock_ns + timeout_ns)
                 raise StallError(f"{self.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-            device.advance(self.end_ns + device.wake_ns)
+            device.wake(self.end_ns)
         if self.error is not None:
             raise DeviceError(f"{self.op.describe()} failed: {self.error}") from self.error
         return self.result

@@ -77,12 +77,15 @@ def test_held_out_errors_of_a_linear_machine_are_small():
     assert errors["gpu.compute/linear"] < 0.01 and errors["cpu.attention/decode_attention"] < 0.01
 
 
-def test_handovers_are_medians_of_how_late_ops_begin_on_each_lane():
+def test_handovers_are_deciles_of_how_late_ops_begin_on_each_lane():
     work = COST.send(1)
-    timed = [Timed(D2H, 0, work, 10, late_ns) for late_ns in (5, 100, 7)]
+    timed = [Timed(D2H, 0, work, 10, late_ns) for late_ns in range(101)]
     timed += [Timed(CPU, 0, work, 10, 40, woke_ns) for woke_ns in (30, 20, 90)]
     timed += [Timed(GPU, 0, work, 10, -3)]  # began before its submission returned: not late
-    assert handovers(timed) == {D2H: 7, CPU: 40, GPU: 0, "wake": 30}
+    found = handovers(timed)
+    assert found[D2H] == (10, 20, 30, 40, 50, 60, 70, 80, 90)
+    assert found[CPU] == (40,) * 9 and found[GPU] == (0,) * 9
+    assert found["wake"][4] == 30 and found["wake"] == tuple(sorted(found["wake"]))
 
 
 def test_an_op_is_late_by_what_passes_after_submission_lane_and_predecessors():

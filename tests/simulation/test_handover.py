@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, LANES, SKIPPED, WAITED, Op, Work
-from hybridattn.cost.machine import driver_of
+from hybridattn.cost.machine import decile_name, driver_of
 from hybridattn.cost.profile import Profile, Quantity
 from hybridattn.cost.table import Sample
+from hybridattn.devices.late import in_turn, lateness
 from hybridattn.devices.sim import SimDevice
 
 
@@ -49,6 +53,16 @@ def test_a_driver_that_waited_goes_on_late_and_one_that_did_not_at_once():
     assert sim.now_ns() == 57 + 50 + 7
 
 
+def test_a_driver_on_the_gpus_core_takes_its_time_from_the_next_op_there():
+    sim = device(steals_ns=3)
+    first = sim.submit(op(GPU, 50))
+    sim.submit(op(D2H, 10))
+    sim.submit(op(CPU, 10))
+    second = sim.submit(op(GPU, 50))
+    assert (first.end_ns, second.start_ns, second.end_ns) == (53, 53, 53 + 50 + 3 * 3)
+    assert not device(record=False, steals_ns=3).resolves
+
+
 def test_layers_do_not_pass_in_one_step_where_handing_over_costs():
     assert device(record=False).resolves
     assert not device(record=False, wake_ns=1).resolves
@@ -56,15 +70,34 @@ def test_layers_do_not_pass_in_one_step_where_handing_over_costs():
 
 
 def test_the_driver_of_a_profile_is_what_was_measured():
-    names = ["submit", "poll", "wake", *(f"handover.{lane}" for lane in LANES)]
+    names = ["submit", "poll", "driver", *(decile_name(name, i) for name in ("wake", *LANES) for i in range(1, 10))]
     quantities = {name: Quantity(i + 1.0, "ns", "measured", "here") for i, name in enumerate(names)}
     sample = Sample(GPU, "linear", 1, 0, 1.0, 1, 1)
     profile = Profile(
         "here", "machine", "measured", "f", quantities=quantities, samples=(sample,), axes={"a/b": ("rows",)}
     )
     made = driver_of(profile)
-    assert [made[f"{name}_ns"] for name in ("submit", "poll", "wake")] == [1, 2, 3]
-    assert made["handover_ns"] == {lane: i + 4 for i, lane in enumerate(LANES)}
-    del quantities["wake"]
-    with pytest.raises(Exception, match="has no wake"):
+    assert (made["submit_ns"], made["poll_ns"], made["steals_ns"]) == (1, 2, 3)
+    assert made["wake_ns"] == tuple(range(4, 13))
+    assert made["handover_ns"] == {lane: tuple(range(13 + 9 * i, 22 + 9 * i)) for i, lane in enumerate(LANES)}
+    del quantities["wake.3"]
+    with pytest.raises(Exception, match="has no wake.3"):
         driver_of(profile)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=20), st.integers(0, 5))
+def test_several_times_are_taken_in_turn_and_none_is_left_out(values, place):
+    turns = in_turn(values, place)
+    assert sorted(next(turns) for _ in values) == sorted(values)
+
+
+def test_two_lanes_do_not_take_their_deciles_in_step():
+    late = lateness(0, {lane: range(1, 10) for lane in LANES})
+    orders = {tuple(next(late[lane]) for _ in range(9)) for lane in LANES}
+    assert len(orders) == len(LANES)
+
+
+@pytest.mark.parametrize("given_ns", [{"gpu.other": 1}, {GPU: ()}, {GPU: (3, -1)}])
+def test_lateness_is_checked(given_ns):
+    with pytest.raises(InputError, match="lateness of"):
+        lateness(0, given_ns)
