@@ -69,10 +69,13 @@ def _per_doubling(series: Series, a: float, b: float, lower_is_better: bool) -> 
 def extremes(series: Series, question: Question) -> str:
     """The lowest and the highest mean, and where."""
     low, high = (pick(series.xs, key=series.mean) for pick in (min, max))
-    name = question.y_label or question.y
-    if series.mean(low) == series.mean(high):
-        return f"{name} is {series.mean(low):.4g} at every point"
-    return f"{name} from {series.mean(low):.4g} (at {low:g}) to {series.mean(high):.4g} (at {high:g})"
+    name, unit = question.y_label or question.y, 1.0
+    if name.endswith("[ns]"):
+        name, unit = name.removesuffix("[ns]") + "[ms]", 1e6
+    least, most = series.mean(low) / unit, series.mean(high) / unit
+    if least == most:
+        return f"{name} is {least:.4g} at every point"
+    return f"{name} from {least:.4g} (at {low:g}) to {most:.4g} (at {high:g})"
 
 
 def verdict_of(config: Any) -> Callable[[Rows], list[str]] | None:

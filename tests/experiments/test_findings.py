@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.findings import enough, failures, panel_lines
+from experiments.findings import enough, extremes, failures, panel_lines
 from experiments.run import main
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Question, Series, panels_of
@@ -194,3 +194,8 @@ def test_further_columns_get_figures_of_their_own(tmp_path, run, capsys):
     folder = tmp_path / "results/made/latest"
     assert (folder / "made_z.png").stat().st_size > 1000 and (folder / "made_z.svg").is_file()
     assert "gpu_only: more than 8 apples may still help" in capsys.readouterr().out
+
+
+def test_times_are_said_in_milliseconds():
+    question = Question("cores", "y", unit="cores", relative=False, y_label="latency [ns]")
+    assert extremes(series(_1=1e6, _4=4e6), question) == "latency [ms] from 1 (at 1) to 4 (at 4)"
