@@ -20,12 +20,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridattn.core.device import Memory, Span, Ticket, check_after
-from hybridattn.core.errors import DeviceError, InputError, StallError
+from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
 from hybridattn.cost.pricing import Pricing
 from hybridattn.devices.budget import Budget
 from hybridattn.devices.late import WAKE, lateness
 from hybridattn.devices.sim_closures import Closures
+from hybridattn.devices.sim_prices import Prices
 from hybridattn.devices.sim_ticket import RunTicket, SimTicket
 
 UNLIMITED = 1 << 62
@@ -78,11 +79,7 @@ class SimDevice:
         self.profile = price.fingerprint if isinstance(price, Pricing) else profile
         self.clock_ns = 0
         self.execute = execute
-        self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
-        self._partners: dict[str, tuple[str, ...]] = {}
-        if isinstance(price, Pricing):
-            for lane, other in price.contention:
-                self._partners[lane] = (*self._partners.get(lane, ()), other)
+        self._prices = Prices(price)
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
@@ -119,9 +116,7 @@ class SimDevice:
                 start = ready
             if self._late is not None:
                 start += next(self._late[lane])
-            price = self._price(op) if lane not in self._partners else self._shared_price(op, lane, start)
-            if price < 0:
-                raise InputError(f"{op.describe()} has the negative price {price} ns")
+            price = self._prices.at(op, lane, start, self._free_ns)
             if self._steals_ns:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
@@ -133,11 +128,6 @@ class SimDevice:
         if self.submit_ns:
             self.advance(self.clock_ns + self.submit_ns)
         return ticket
-
-    def _shared_price(self, op: Op, lane: str, start_ns: int) -> int:
-        """The price while lanes that share bandwidth with this one are busy at the op's start."""
-        busy = tuple(other for other in self._partners[lane] if self._free_ns[other] > start_ns)
-        return self._price(op, busy) if busy else self._price(op)
 
     def stretch(
         self,
@@ -161,7 +151,7 @@ class SimDevice:
         tickets of the layers that the driver is ahead.
         """
         free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
-        attention_ns, linear_ns = self._price(attention), self._price(linear)
+        attention_ns, linear_ns = self._prices.alone(attention, GPU), self._prices.alone(linear, GPU)
         ends = deque(t.end_ns for t in ahead)
         passed = 0
         while passed < count:
@@ -197,8 +187,9 @@ class SimDevice:
 
     def pass_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
         """A whole pass on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
-        price = self._price
-        took_ns = price(first) + layers * price(attention) + (layers - 1) * price(linear) + price(last)
+        price = self._prices.alone
+        took_ns = price(first, GPU) + layers * price(attention, GPU)
+        took_ns += (layers - 1) * price(linear, GPU) + price(last, GPU)
         self.clock_ns = self._free_ns[GPU] = max(self._free_ns[GPU], self.clock_ns) + took_ns
 
     def now_ns(self) -> int:
@@ -275,9 +266,7 @@ class SimDevice:
         start = free if free > ready else ready
         if self._late is not None:
             start += next(self._late[CPU])
-        price = self._price(op) if CPU not in self._partners else self._shared_price(op, CPU, start)
-        if price < 0:
-            raise InputError(f"{op.describe()} has the negative price {price} ns")
+        price = self._prices.at(op, CPU, start, self._free_ns)
         at = start + price
         ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, at)
         for t in overtaken:

@@ -1,0 +1,61 @@
+"""What the ops of a simulated device cost: looked up once for each ``Work``, dearer while lanes share bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hybridattn.core.errors import InputError
+from hybridattn.core.op import LANES, Op, Work
+from hybridattn.cost.pricing import Pricing
+
+MOST_KNOWN = 4096  # prices kept for each lane
+
+
+class Prices:
+    """Prices by a callable ``(Op) -> int``, or by a ``Pricing`` with its contention.
+
+    Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a pass
+    share.
+    """
+
+    __slots__ = ("_known", "_partners", "_price")
+
+    def __init__(self, price: Callable[[Op], int] | Pricing) -> None:
+        self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
+        fixed = isinstance(price, Pricing) and price.correction is None
+        self._known: dict[str, dict[Work, int]] | None = {lane: {} for lane in LANES} if fixed else None
+        self._partners: dict[str, tuple[str, ...]] = {}
+        for lane, other in price.contention if isinstance(price, Pricing) else ():
+            self._partners[lane] = (*self._partners.get(lane, ()), other)
+
+    def at(self, op: Op, lane: str, start_ns: int, free_ns: Mapping[str, int]) -> int:
+        """The price of an op that starts then, where each lane is busy until ``free_ns``.
+
+        Raises
+        ------
+        InputError
+            The price is negative, or the pricing has none for this work.
+        """
+        if lane not in self._partners:
+            return self.alone(op, lane)
+        busy = tuple(other for other in self._partners[lane] if free_ns[other] > start_ns)
+        return _checked(op, self._price(op, busy) if busy else self._price(op))
+
+    def alone(self, op: Op, lane: str) -> int:
+        """The price while no other lane is busy."""
+        known = self._known
+        if known is None:
+            return _checked(op, self._price(op))
+        price = known[lane].get(op.work, -1)
+        if price < 0:
+            price = _checked(op, self._price(op))
+            if len(known[lane]) >= MOST_KNOWN:
+                known[lane].clear()
+            known[lane][op.work] = price
+        return price
+
+
+def _checked(op: Op, price: int) -> int:
+    if price < 0:
+        raise InputError(f"{op.describe()} has the negative price {price} ns")
+    return price
