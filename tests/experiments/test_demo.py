@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.run import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +55,12 @@ def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path):
         (("+experiment=demo", "settings.policies=[nonsense]"), "policy 'nonsense' is unknown"),
     ],
 )
-def test_bad_settings_get_one_sentence_and_exit_code_2(tmp_path, overrides, message):
-    done = run(tmp_path, *overrides)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_bad_settings_get_one_sentence_and_exit_code_2(tmp_path, overrides, message, capsys):
+    assert main([f"results_root={tmp_path}", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_the_exit_code_reaches_the_shell(tmp_path):
+    done = run(tmp_path, "+experiment=demo", "+settings.max_tokns=5")
+    assert done.returncode == 2 and "max_tokns" in done.stderr and "Traceback" not in done.stderr
