@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridattn.calibration.samples import AXES
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import decile_name
@@ -10,16 +11,6 @@ from hybridattn.cost.table import Sample
 from hybridattn.policies.fixed import GpuOnly
 
 ROWS, CONTEXTS, SIZES = (1, 2, 8, 64, 2048), (1, 64, 512), (1, 10**4, 10**8, 10**12)
-AXES = {
-    f"{GPU}/linear": ("rows",),
-    f"{GPU}/head": ("rows",),
-    f"{GPU}/other": ("rows",),
-    f"{GPU}/decode_attention": ("rows", "kv_per_row"),
-    f"{GPU}/prefill_attention": ("flops",),
-    f"{CPU}/decode_attention": ("rows", "kv_per_row"),
-    f"{D2H}/copy": ("num_bytes",),
-    f"{H2D}/copy": ("num_bytes",),
-}
 
 
 def made_profile(fingerprint: str, model: str, dtype: str = "fp32", cpu_factor: float = 1.0, **changes) -> Profile:
