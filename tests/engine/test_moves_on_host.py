@@ -217,7 +217,7 @@ def test_agent_sessions_of_a_workload_run_on_the_host(tiny, keep):
 @pytest.mark.parametrize("where", ["moved", "paused"])
 def test_a_copy_that_fails_or_hangs_ends_in_bounded_time(tiny, monkeypatch, kind, where):
     release = threading.Event()
-    limit_s = 0.3 if kind == "hang" else 30.0
+    limit_s = 2.0 if kind == "hang" else 30.0  # other ops must end within it on a busy machine, too
 
     def boom():
         raise ArithmeticError("no such page")
