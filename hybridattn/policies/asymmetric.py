@@ -138,7 +138,8 @@ class Asymmetric(Policy):
         gain = self._rate(rows + many, tokens[many], windows[many], split) / self._rate(
             rows + few, tokens[few], windows[few], Split()
         )
-        self._pipelines = gain > 1
+        if view.idle_keys:  # else nothing is launched in this pass, and the next one is another question
+            self._pipelines = gain > 1
         return many if self._pipelines else few
 
     def _split(self, idle_keys: Sequence[int], tokens: int, window_ns: int) -> Split:

@@ -124,3 +124,10 @@ def test_what_was_decided_with_the_prompts_holds_for_the_launch_and_only_for_tha
 @pytest.mark.parametrize("choice", ["eq6", "always"])
 def test_other_choices_read_all_prompts(choice):
     assert Asymmetric(COSTS, choice=choice).prompts(prompt_view(20, 0)) == 20
+
+
+def test_a_decision_without_cpu_rows_is_not_kept_for_a_later_pass():
+    policy = Asymmetric(COSTS)
+    assert policy.prompts(prompt_view(20, 0)) == 1
+    later = view(200, prefill=[(1000, 1000)] * 3)  # a pass that had no prompts to choose from
+    assert policy.launch(later) == Asymmetric(COSTS).launch(later) != ()
