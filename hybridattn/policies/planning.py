@@ -18,6 +18,7 @@ from hybridattn.policies.load import Limits, Load, Prediction
 Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 
 FINALISTS = 5
+ROOM = 0.03  # left below a limit: a load is rounded to about 3 % (``Adaptive``), and so is what is predicted for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def choose(
     min_gain: float = 1.0,
     discount: Mapping[Layout, float] | None = None,
 ) -> tuple[Layout, Prediction]:
-    """The layout with the highest predicted rate that keeps the limits, and that prediction.
+    """The layout with the highest predicted rate that keeps the limits with a little room, and that prediction.
 
     Parameters
     ----------
@@ -76,7 +77,7 @@ def choose(
     for layout in _finalists(load, costs, predict, limits, base, discount):
         found = predict(load, layout, costs, True)
         value = found.tokens_per_s * discount.get(layout, 1.0)
-        if value > rate and limits.kept_by(found, base.gpu_tpot_ns):
+        if value > rate and limits.kept_by(found, base.gpu_tpot_ns, slack=-ROOM):
             best, expected, rate = layout, found, value
     return best, expected
 
@@ -89,7 +90,7 @@ def _finalists(
     for i, layout in enumerate(candidates(load, costs, limits)):
         found = predict(load, layout, costs, False)
         if limits.kept_by(found, base.gpu_tpot_ns, slack=0.1):
-            kept = limits.kept_by(found, base.gpu_tpot_ns)
+            kept = limits.kept_by(found, base.gpu_tpot_ns, slack=-ROOM)
             rated.append((-found.tokens_per_s * discount.get(layout, 1.0), i, layout, kept))
     rated.sort()
     chosen = [r for r in rated if r[3]][:FINALISTS]

@@ -157,6 +157,15 @@ def test_layouts_that_break_a_limit_are_not_used():
     assert policy.layout.kind == "gpu_only"
 
 
+@pytest.mark.parametrize(("limit", "kind"), [(1.25, "sync_offload"), (1.3, "rule")])
+def test_a_plan_leaves_a_little_room_below_a_limit(limit, kind):
+    """A load is rounded before it is planned for: what is predicted at the limit would exceed it as often as not."""
+    guesses = {"rule": Guess(200.0, 1.245e6), "sync_offload": Guess(150.0, 1.2e6), "gpu_only": Guess(100.0)}
+    policy, _ = planner(guesses, gpu_limit=limit)
+    policy.begin(passing())
+    assert policy.layout.kind == kind
+
+
 def test_the_guard_plans_again_without_what_falls_short():
     policy, _ = planner({"rule": Guess(150.0), "sync_offload": Guess(140.0)})
     policy.begin(passing())

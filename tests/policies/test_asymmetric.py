@@ -90,7 +90,7 @@ def prompt_view(candidates, idle, gpu_rows=24, context=1000):
 
 def test_prompts_for_the_cpu_tier_are_read_as_long_as_they_hide_cpu_rows():
     policy = Asymmetric(COSTS)
-    wanted = [policy.prompts(prompt_view(20, idle)) for idle in (0, 10, 100, 200, 400, 2000)]
+    wanted = [policy.prompts(prompt_view(20, idle)) for idle in (0, 10, 100, 200, 400, 3000)]
     assert wanted == sorted(wanted)
     assert wanted[0] == 1  # one fills the GPU
     assert 1 < wanted[3] < 20 and wanted[-1] == 20
