@@ -99,26 +99,41 @@ class Cohort:
     """CPU rows that move through the layers together.
 
     Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
-    end. ``layer`` is where its attention is in flight (``ticket``) or finished. ``dead`` marks rows whose request was
-    aborted or preempted: they ride along, attend to nothing, and their result is discarded.
+    end. ``layer`` is where its attention is in flight (``ticket``, from its first layer on) or finished. ``dead`` marks
+    rows whose request was aborted or preempted: they ride along, attend to nothing, and their result is discarded.
+    ``keys`` are those that the other rows attend to; ``return_ns`` is when its attention is predicted to be back, or
+    was (0 where nobody predicts).
     """
 
     __slots__ = (
-        "dead", "entered_pass", "first_slot", "layer", "number", "requests", "rows", "submitted_ns", "submitted_pass",
-        "ticket",
+        "dead", "entered_pass", "first_slot", "keys", "layer", "number", "requests", "return_ns", "rows", "size",
+        "submitted_ns", "submitted_pass", "ticket",
     )  # fmt: skip
+
+    ticket: Ticket
 
     def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int, entered_pass: int) -> None:
         self.number = number
         self.rows = tuple(rows)
+        self.size = len(self.rows)
         self.requests = tuple(r.request.request_id for r in rows)
         self.first_slot = first_slot
         self.layer = -1
         self.entered_pass = entered_pass
         self.submitted_pass = entered_pass
         self.submitted_ns = 0
-        self.ticket: Ticket | None = None
+        self.return_ns = 0
         self.dead: set[int] = set()
+        self.keys = 0
+        self.count_keys()
+
+    def count_keys(self) -> None:
+        """Keys of the rows that are alive."""
+        dead = self.dead
+        if not dead:
+            self.keys = sum([r.position + 1 for r in self.rows])
+        else:
+            self.keys = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class SimDevice:
         self.profile = price.fingerprint if isinstance(price, Pricing) else profile
         self.clock_ns = 0
         self.execute = execute
+        self._ticket = RunTicket if execute else SimTicket
         self._prices = Prices(price)
         self._record = record
         self.submit_ns = submit_ns
@@ -120,9 +121,9 @@ class SimDevice:
             if self._steals_ns:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
-            ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, end)
-        if isinstance(ticket, RunTicket):
-            self._closures.add(ticket, after)
+            ticket = self._ticket(self, op, ready, start, end)
+        if self.execute:
+            self._closures.add(ticket, after)  # type: ignore[arg-type]
         if self._record:
             self._spans.append(ticket)
         if self.submit_ns:
@@ -268,7 +269,7 @@ class SimDevice:
             start += next(self._late[CPU])
         price = self._prices.at(op, CPU, start, self._free_ns)
         at = start + price
-        ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, at)
+        ticket = self._ticket(self, op, ready, start, at)
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
@@ -277,6 +278,7 @@ class SimDevice:
         self._free_ns[CPU] = at
         if op.priority != WAITED:
             ticket.lane_free_ns = free
-            self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
+            if self._queued_skipped and self._queued_skipped[0].start_ns <= self.clock_ns:
+                self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
             self._queued_skipped.append(ticket)
         return ticket

@@ -15,15 +15,15 @@ class Prices:
     """Prices by a callable ``(Op) -> int``, or by a ``Pricing`` with its contention.
 
     Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a pass
-    share.
+    share. Of others nothing is kept, so that the look-up that comes first finds nothing.
     """
 
-    __slots__ = ("_known", "_partners", "_price")
+    __slots__ = ("_fixed", "_known", "_partners", "_price")
 
     def __init__(self, price: Callable[[Op], int] | Pricing) -> None:
         self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
-        fixed = isinstance(price, Pricing) and price.correction is None
-        self._known: dict[str, dict[Work, int]] | None = {lane: {} for lane in LANES} if fixed else None
+        self._fixed = isinstance(price, Pricing) and price.correction is None
+        self._known: dict[str, dict[Work, int]] = {lane: {} for lane in LANES}
         self._partners: dict[str, tuple[str, ...]] = {}
         for lane, other in price.contention if isinstance(price, Pricing) else ():
             self._partners[lane] = (*self._partners.get(lane, ()), other)
@@ -36,22 +36,26 @@ class Prices:
         InputError
             The price is negative, or the pricing has none for this work.
         """
-        if lane not in self._partners:
-            return self.alone(op, lane)
-        busy = tuple(other for other in self._partners[lane] if free_ns[other] > start_ns)
-        return _checked(op, self._price(op, busy) if busy else self._price(op))
+        if lane in self._partners:
+            busy = tuple([other for other in self._partners[lane] if free_ns[other] > start_ns])
+            if busy:
+                return _checked(op, self._price(op, busy))
+        price = self._known[lane].get(op.work)
+        return price if price is not None else self._learn(op, lane)
 
     def alone(self, op: Op, lane: str) -> int:
         """The price while no other lane is busy."""
-        known = self._known
-        if known is None:
-            return _checked(op, self._price(op))
-        price = known[lane].get(op.work, -1)
-        if price < 0:
-            price = _checked(op, self._price(op))
-            if len(known[lane]) >= MOST_KNOWN:
-                known[lane].clear()
-            known[lane][op.work] = price
+        price = self._known[lane].get(op.work)
+        return price if price is not None else self._learn(op, lane)
+
+    def _learn(self, op: Op, lane: str) -> int:
+        """A price that is not known, or never is."""
+        price = _checked(op, self._price(op))
+        if self._fixed:
+            known = self._known[lane]
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            known[op.work] = price
         return price
 
 

@@ -241,10 +241,13 @@ class Adaptive(Policy):
     def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
         return self._inner.patience_ns(cohort, at)
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        chosen = self._inner.detour(cohorts, at)
+    def rests(self, at: LayerView) -> bool:
+        rests = self._inner.rests(at)
         self.quiet_until_ns = self._inner.quiet_until_ns
-        return chosen
+        return rests
+
+    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+        return self._inner.detour(cohorts, at)
 
 
 def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:

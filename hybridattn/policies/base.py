@@ -150,7 +150,7 @@ class Policy:
     ----------
     priority : class of its ops on the cpu.attention lane
     detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
-    quiet_until_ns : ``detour`` is not asked before this time
+    quiet_until_ns : ``detour`` is not asked before this time, nor is ``rests``
     launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
@@ -213,6 +213,10 @@ class Policy:
     def priority_of(self, number: int) -> int:
         """Class of the ops of cohort ``number`` on the cpu.attention lane."""
         return self.priority
+
+    def rests(self, at: LayerView) -> bool:
+        """No detour is wanted now, whichever cohorts are ready. Asked before ``detour``, which needs views of them all."""
+        return False
 
     def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
         """Number of a cohort that gets a detour now; None: none. ``cohorts`` are all in flight, ready or not."""

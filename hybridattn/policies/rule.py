@@ -125,13 +125,21 @@ class Rule(Policy):
             return None
         return max(0, cohort.return_ns - at.now_ns) * 5 // 4 + _SLACK_NS
 
+    def rests(self, at: LayerView) -> bool:
+        """The CPU has enough to do; so it will until then."""
+        more_ns = max(0, at.cpu_free_ns - at.gpu_free_ns) - 2 * self._layer_ns(at)
+        if more_ns < 0:
+            return False
+        self.quiet_until_ns = at.now_ns + more_ns
+        return True
+
+    def _layer_ns(self, at: LayerView) -> int:
+        """A layer of the GPU's rows."""
+        return self.costs.linear_ns(at.tokens) + self.costs.attention_ns(at.gpu_rows, at.gpu_keys)
+
     def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
         costs, now_ns = self.costs, at.gpu_free_ns
-        backlog = max(0, at.cpu_free_ns - now_ns)
-        layer_ns = costs.linear_ns(at.tokens) + costs.attention_ns(at.gpu_rows, at.gpu_keys)
-        if backlog >= 2 * layer_ns:  # the CPU has enough to do; so it will until then
-            self.quiet_until_ns = at.now_ns + backlog - 2 * layer_ns
-            return None
+        backlog, layer_ns = max(0, at.cpu_free_ns - now_ns), self._layer_ns(at)
         feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
         best, chosen, price_ns = 0.0, None, 0
         for number, layer, rows, keys in _ready_by_layer(cohorts, at.layer + 1):

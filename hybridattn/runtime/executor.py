@@ -92,7 +92,7 @@ class Executor:
         if batch is not None:
             self._tally.hold(batch)
         launched = self._launch(idle, batch) if idle else []
-        self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum(len(c.rows) for c in self.cohorts)
+        self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum([c.size for c in self.cohorts])
         if batch is not None:
             self.stages.begin(batch)
         if batch is not None or launched:
@@ -138,9 +138,8 @@ class Executor:
         while layer <= last:
             if self._stretch is not None and not copies and layer < last:
                 passed, ticket = self._pass_alone(layer, batch)
-                if ticket is not None:
+                if ticket is not None:  # the next layer is one at which something is decided
                     layer, made = layer + passed, ticket
-                    continue
             before: tuple[Ticket, ...] = (made,)  # each op names the one before it, so that a failure ends the pass
             if copies:
                 submitter.hand_down(layer, copies, made)
@@ -156,16 +155,17 @@ class Executor:
 
     def _pass_alone(self, layer: int, batch: Batch) -> tuple[int, Ticket | None]:
         """Layers at which nobody stands and nothing is decided, as one priced step of a device that resolves times."""
-        last = self.stages.num_layers - 1
-        count = self._fleet.next_layer(layer, last) - layer
-        until_ns = None
-        if self._verbs.takes_detours and self.cohorts:
+        if layer in self._fleet.standing:
+            return 0, None
+        until_ns, cohorts = None, self._fleet.cohorts
+        if self._verbs.takes_detours and cohorts:
             if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
                 return 0, None
-            until_ns = max(min([c.ticket.end_ns for c in self.cohorts]), self.policy.quiet_until_ns)  # type: ignore[union-attr]
-        if count <= 0:
-            return 0, None
+            until_ns = max(min([c.ticket.end_ns for c in cohorts]), self.policy.quiet_until_ns)
+            if until_ns <= self.device.now_ns():
+                return 0, None
         assert self._stretch is not None
+        count = self._fleet.next_layer(layer, self.stages.num_layers - 1) - layer
         attention, linear = self.stages.attention(layer, batch), self.stages.linear(layer, batch, ())
         return self._stretch(attention, linear, count, self._ahead, self._run_ahead, self._timeout_ns, until_ns)
 
@@ -186,7 +186,7 @@ class Executor:
             cohort = self._fleet.launch(rest, size, self._tally.number)
             if cohort is None:
                 break
-            rest = rest[len(cohort.rows) :]
+            rest = rest[cohort.size :]
             launched.append(cohort)
         return launched
 
@@ -201,7 +201,7 @@ class Executor:
             self._tally.gpu_keys,
             prefill,
             self._fleet.next_number,
-            tuple([(c.number, len(c.rows)) for c in self.cohorts]),
+            tuple([(c.number, c.size) for c in self.cohorts]),
         )
 
     # -- the end of a pass -------------------------------------------------------------------------------------------

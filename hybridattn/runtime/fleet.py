@@ -1,10 +1,9 @@
-"""The cohorts in flight: where each stands, which slots it holds, how many keys its rows attend to."""
+"""The cohorts in flight: where each stands, and which slots it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybridattn.core.device import Ticket
 from hybridattn.core.stages import Cohort, CpuRow, Stages
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request, State
@@ -23,7 +22,7 @@ class Fleet:
     """
 
     __slots__ = (
-        "_any_leaving", "_forecast", "_on_release", "_stages", "cohorts", "keys", "next_number", "slots", "standing",
+        "_any_leaving", "_forecast", "_on_release", "_stages", "cohorts", "next_number", "slots", "standing",
     )  # fmt: skip
 
     def __init__(
@@ -35,8 +34,7 @@ class Fleet:
         any_leaving: Callable[[], bool],
     ) -> None:
         self.cohorts: list[Cohort] = []
-        self.standing: dict[int, list[Cohort]] = {}
-        self.keys: dict[int, int] = {}  # cohort number -> keys of its rows that are alive
+        self.standing: dict[int, list[Cohort]] = {}  # layers at which nobody stands are left out
         self.slots = SlotRanges(max_rows)
         self.next_number = 0
         self._stages = stages
@@ -54,7 +52,6 @@ class Fleet:
         for row in cohort.rows:
             request_of(row).in_flight = True
         self.cohorts.append(cohort)
-        self.count_keys(cohort)
         self._stages.launch(cohort)
         return cohort
 
@@ -63,7 +60,10 @@ class Fleet:
         self.standing.setdefault(layer, []).append(cohort)
 
     def depart(self, cohort: Cohort) -> None:
-        self.standing[cohort.layer].remove(cohort)
+        here = self.standing[cohort.layer]
+        here.remove(cohort)
+        if not here:
+            del self.standing[cohort.layer]
 
     def bury(self, cohort: Cohort) -> bool:
         """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
@@ -79,40 +79,25 @@ class Fleet:
             self.cohorts.remove(cohort)
             self.close(cohort)
             return True
-        self.count_keys(cohort)
+        cohort.count_keys()
         self._stages.replan(cohort)
         return False
 
     def close(self, cohort: Cohort) -> None:
         """It is through, or all its rows died: give its slots back."""
-        self.slots.give_back(cohort.first_slot, len(cohort.rows))
-        del self.keys[cohort.number]
+        self.slots.give_back(cohort.first_slot, cohort.size)
         self._stages.finish(cohort)
         if self._forecast is not None:
             self._forecast.forget(cohort)
 
-    def count_keys(self, cohort: Cohort) -> None:
-        """Keys of the rows that are alive."""
-        dead = cohort.dead
-        if not dead:
-            self.keys[cohort.number] = sum([r.position + 1 for r in cohort.rows])
-        else:
-            self.keys[cohort.number] = sum(r.position + 1 for i, r in enumerate(cohort.rows) if i not in dead)
-
     def next_layer(self, layer: int, last: int) -> int:
         """The first layer from ``layer`` on at which some cohort stands, at most ``last``."""
-        return min((at for at, here in self.standing.items() if here and at >= layer), default=last)
+        return min([at for at in self.standing if at >= layer], default=last)
 
 
 def _leaving_rows(cohort: Cohort) -> list[int]:
     """Rows whose request left since they were last counted as dead."""
     return [i for i, r in enumerate(cohort.rows) if i not in cohort.dead and request_of(r).state is State.LEAVING]
-
-
-def ticket_of(cohort: Cohort) -> Ticket:
-    """The ticket of its attention: a cohort in flight always has one."""
-    assert cohort.ticket is not None
-    return cohort.ticket
 
 
 def request_of(row: CpuRow) -> Request:

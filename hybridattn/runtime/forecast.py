@@ -21,13 +21,12 @@ _KIND = "decode_attention"
 class Forecast:
     """Predicted returns of the cohorts in flight of one executor."""
 
-    __slots__ = ("_correction", "_costs", "_priced_ns", "_return_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+    __slots__ = ("_away", "_correction", "_costs", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._correction = Correction(weight=0.2)
-        self._priced_ns: dict[int, int] = {}
-        self._return_ns: dict[int, int] = {}
+        self._away: dict[int, tuple[Cohort, int]] = {}  # by number: not known to be back; the price of its attention
         self.cpu_factor = 1.0
         self.cpu_free_ns = 0
         self.gpu_free_ns = 0
@@ -44,34 +43,29 @@ class Forecast:
         """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
         self.gpu_free_ns = max(self.gpu_free_ns, now_ns) + self._costs.linear_ns(rows)
 
-    def sent(self, cohort: Cohort, keys: int, now_ns: int) -> None:
+    def sent(self, cohort: Cohort, now_ns: int) -> None:
         """The cohort's q, k, v go down as soon as the GPU is through, and its attention follows."""
-        rows = len(cohort.rows)
-        priced = self._costs.cpu_ns(rows, keys)
+        rows = cohort.size
+        priced = self._costs.cpu_ns(rows, cohort.keys)
         start = max(self.cpu_free_ns, max(now_ns, self.gpu_free_ns) + self._costs.down_ns(rows))
         self.cpu_free_ns = start + int(priced * self.cpu_factor)
-        self._priced_ns[cohort.number] = priced
-        self._return_ns[cohort.number] = self.cpu_free_ns
+        cohort.return_ns = self.cpu_free_ns
+        self._away[cohort.number] = cohort, priced
 
     def returned(self, cohort: Cohort) -> None:
         """Its ticket has ended: learn from what it took. Called once per attention; later calls teach nothing."""
-        priced = self._priced_ns.pop(cohort.number, None)
-        ticket = cohort.ticket
-        if priced is None or ticket is None:
+        away = self._away.pop(cohort.number, None)
+        if away is None:
             return
-        self._correction.observe(CPU, _KIND, priced, ticket.end_ns - ticket.start_ns)
+        priced, end_ns = away[1], cohort.ticket.end_ns
+        self._correction.observe(CPU, _KIND, priced, end_ns - cohort.ticket.start_ns)
         self.cpu_factor = self._correction.factor(CPU, _KIND)
-        late_ns = ticket.end_ns - self._return_ns[cohort.number]
+        late_ns = end_ns - cohort.return_ns
         if late_ns:  # what is queued behind it shifts as well
             self.cpu_free_ns += late_ns
-            for number in self._priced_ns:
-                self._return_ns[number] += late_ns
-        self._return_ns[cohort.number] = ticket.end_ns
-
-    def return_ns(self, cohort: Cohort) -> int:
-        """When its attention is, or was, back."""
-        return self._return_ns[cohort.number]
+            for other, _ in self._away.values():
+                other.return_ns += late_ns
+            cohort.return_ns = end_ns
 
     def forget(self, cohort: Cohort) -> None:
-        self._priced_ns.pop(cohort.number, None)
-        self._return_ns.pop(cohort.number, None)
+        self._away.pop(cohort.number, None)

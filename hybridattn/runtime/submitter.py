@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.stages import GPU_TIER, Batch, Cohort, Segment, Stages
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.fleet import Fleet, ticket_of
+from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request
 from hybridattn.runtime.sampling_queue import SamplingQueue
@@ -58,7 +58,7 @@ class Submitter:
         submit = self._device.submit
         after: tuple[Ticket, ...] = () if attended is None else (attended,)
         if cohorts and layer >= 0:
-            after += tuple([submit(self._stages.fetch(c), (ticket_of(c),)) for c in cohorts])
+            after += tuple([submit(self._stages.fetch(c), (c.ticket,)) for c in cohorts])
         ticket = submit(self._stages.linear(layer, batch, cohorts), after)
         last = layer == self._last
         if last:
@@ -66,7 +66,7 @@ class Submitter:
         for cohort in cohorts:
             if layer >= 0:
                 self._tally.layers_advanced += 1
-                self._tally.row_layers += len(cohort.rows)
+                self._tally.row_layers += cohort.size
                 self._fleet.depart(cohort)
             if last:
                 self._fleet.cohorts.remove(cohort)
@@ -85,7 +85,7 @@ class Submitter:
         priority = self._policy.priority_of(cohort.number)
         cohort.ticket = self._device.submit(self._stages.cpu_attention(cohort, priority), (down,))
         if self._forecast is not None:
-            self._forecast.sent(cohort, self._fleet.keys[cohort.number], cohort.submitted_ns)
+            self._forecast.sent(cohort, cohort.submitted_ns)
 
     def hand_down(self, layer: int, segments: Sequence[Segment], made: Ticket) -> None:
         """K,V of this layer of prompts of the CPU tier go down."""

@@ -13,7 +13,7 @@ from hybridattn.core.device import Device, Ticket
 from hybridattn.core.errors import StallError
 from hybridattn.core.stages import Batch, Cohort
 from hybridattn.policies.base import CohortView, LayerView, Policy, Verb
-from hybridattn.runtime.fleet import Fleet, ticket_of
+from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.submitter import Submitter
 from hybridattn.runtime.tally import Tally
@@ -56,7 +56,7 @@ class Verbs:
         made.wait(self._timeout_ns)  # predictions start from where the GPU is
         forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch, self._tally.gpu_keys)
         joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)]
-        forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([len(c.rows) for c in joined]))
+        forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([c.size for c in joined]))
         return joined
 
     def detours(self, layer: int, batch: Batch, attended: Ticket, joined: list[Cohort]) -> None:
@@ -65,23 +65,25 @@ class Verbs:
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
         """
         attended.wait(self._timeout_ns)
-        tokens = self._tally.gpu_tokens + sum([len(c.rows) for c in joined])
+        tokens = self._tally.gpu_tokens + sum([c.size for c in joined])
         if self._forecast is not None:
             self._forecast.gpu_free_ns = self._device.now_ns() + self._forecast.linear_ns(tokens)
         policy, cohorts, after = self._policy, self._fleet.cohorts, layer + 1
         while self._device.now_ns() >= policy.quiet_until_ns:
-            ready = [c.ticket.done() for c in cohorts]  # type: ignore[union-attr]
+            ready = [c.ticket.done() for c in cohorts]
             for c, r in zip(cohorts, ready, strict=True):
                 if c.layer != after and (r or policy.detours_wait):
                     break
             else:
                 return
             at = self._where(layer, batch, tokens)
+            if policy.rests(at):
+                return
             views = tuple([self._view(c, r) for c, r in zip(cohorts, ready, strict=True)])
             chosen = policy.detour(views, at)
             if chosen is None:
                 return
-            where = next(i for i, v in enumerate(views) if v.number == chosen)
+            where = [c.number for c in cohorts].index(chosen)
             if not ready[where] and not self._wait(cohorts[where], views[where], at):
                 return
             chosen_one = cohorts[where]
@@ -95,7 +97,7 @@ class Verbs:
             self._poll(cohort)
         self._tally.detours += len(cohorts)
         if self._forecast is not None:
-            self._forecast.gpu_works(self._device.now_ns(), sum([len(c.rows) for c in cohorts]))
+            self._forecast.gpu_works(self._device.now_ns(), sum([c.size for c in cohorts]))
         self._submitter.linear(cohorts[0].layer, None, cohorts)
 
     def round(self) -> None:
@@ -103,7 +105,7 @@ class Verbs:
         cohorts = self._fleet.cohorts
         if not cohorts:
             return
-        self._device.wait_any([ticket_of(c) for c in cohorts], self._timeout_ns)
+        self._device.wait_any([c.ticket for c in cohorts], self._timeout_ns)
         by_layer: dict[int, list[Cohort]] = {}
         for cohort in cohorts:
             if self._poll(cohort):
@@ -111,7 +113,7 @@ class Verbs:
         for layer, ready in by_layer.items():
             self._tally.detours += len(ready)
             if self._forecast is not None:
-                self._forecast.gpu_works(self._device.now_ns(), sum(len(c.rows) for c in ready))
+                self._forecast.gpu_works(self._device.now_ns(), sum([c.size for c in ready]))
             self._submitter.linear(layer, None, ready)
 
     # -- one cohort --------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Verbs:
         If it is not ready yet, the poll is put off until the GPU has come to its attention of this layer (``made`` has
         ended): the driver then is less than a layer ahead, and the GPU still has that attention to do meanwhile.
         """
-        if not ticket_of(cohort).done():
+        if not cohort.ticket.done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
         view, at = self._view(cohort, ready), self._where(layer, batch, self._tally.gpu_tokens)
@@ -135,7 +137,7 @@ class Verbs:
 
     def _poll(self, cohort: Cohort) -> bool:
         """Ask whether the cohort's attention has ended; raises its error, and StallError past the time-out."""
-        ticket = ticket_of(cohort)
+        ticket = cohort.ticket
         self._tally.polls_made += 1
         if ticket.done():
             if ticket.error is not None:
@@ -151,8 +153,7 @@ class Verbs:
     def _wait(self, cohort: Cohort, view: CohortView, at: LayerView) -> bool:
         """Wait for the cohort within the policy's patience; False when that passed first."""
         self._tally.waits += 1
-        patience_ns = self._policy.patience_ns(view, at)
-        ticket = ticket_of(cohort)
+        patience_ns, ticket = self._policy.patience_ns(view, at), cohort.ticket
         if patience_ns is None or patience_ns >= self._timeout_ns:
             ticket.wait(self._timeout_ns)
         elif not ticket.done():
@@ -169,13 +170,13 @@ class Verbs:
     def _view(self, cohort: Cohort, ready: bool) -> CohortView:
         return CohortView(
             cohort.number,
-            len(cohort.rows),
+            cohort.size,
             cohort.layer,
             ready,
             cohort.submitted_pass == self._tally.number,
             self._device.now_ns() - cohort.submitted_ns,
-            self._fleet.keys[cohort.number],
-            self._forecast.return_ns(cohort) if self._forecast is not None else 0,
+            cohort.keys,
+            cohort.return_ns,
         )
 
     def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:

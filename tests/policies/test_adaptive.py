@@ -90,7 +90,7 @@ def test_waits_are_bounded_by_the_prediction():
 def test_a_large_cohort_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():
     assert rule(omega=0.5).detour((ready(rows=40),), at()) == 0
     assert rule(omega=0.5).detour((ready(rows=2),), at()) is None
-    assert rule(omega=0.5).detour((ready(rows=40),), at(cpu_free_us=100_000)) is None  # it has enough to do
+    assert not rule(omega=0.5).rests(at()) and rule(omega=0.5).rests(at(cpu_free_us=100_000))  # it has enough to do
     assert rule(omega=0.5).detour((ready(rows=40, layer=4),), at()) is None  # the GPU comes by there next
     assert rule(omega=0.5, stretch=1e-6).detour((ready(rows=40),), at()) is None
 
