@@ -101,26 +101,27 @@ class Cohort:
     Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
     end. ``layer`` is where its attention is in flight (``ticket``, from its first layer on) or finished. ``dead`` marks
     rows whose request was aborted or preempted: they ride along, attend to nothing, and their result is discarded.
-    ``keys`` are those that the other rows attend to; ``return_ns`` is when its attention is predicted to be back, or
-    was (0 where nobody predicts).
+
+    Policies see it as a ``hybridattn.policies.base.CohortView``: the executor keeps ``size`` (its rows), ``keys`` (of
+    the rows alive), ``layer``, ``ready``, ``same_pass`` and ``return_ns`` current.
     """
 
     __slots__ = (
-        "dead", "entered_pass", "first_slot", "keys", "layer", "number", "requests", "return_ns", "rows", "size",
-        "submitted_ns", "submitted_pass", "ticket",
+        "dead", "first_slot", "keys", "layer", "number", "ready", "requests", "return_ns", "rows", "same_pass", "size",
+        "submitted_ns", "ticket",
     )  # fmt: skip
 
     ticket: Ticket
 
-    def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int, entered_pass: int) -> None:
+    def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int) -> None:
         self.number = number
         self.rows = tuple(rows)
         self.size = len(self.rows)
         self.requests = tuple(r.request.request_id for r in rows)
         self.first_slot = first_slot
         self.layer = -1
-        self.entered_pass = entered_pass
-        self.submitted_pass = entered_pass
+        self.ready = False
+        self.same_pass = True
         self.submitted_ns = 0
         self.return_ns = 0
         self.dead: set[int] = set()

@@ -12,6 +12,8 @@ The fixed policies are among the layouts, and GPU-only always is, so it falls ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
@@ -246,7 +248,7 @@ class Adaptive(Policy):
         self.quiet_until_ns = self._inner.quiet_until_ns
         return rests
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
         return self._inner.detour(cohorts, at)
 
 

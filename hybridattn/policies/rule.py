@@ -14,6 +14,8 @@ within ``stretch`` of the pass without CPU rows, which is the limit on the time 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
@@ -109,13 +111,13 @@ class Rule(Policy):
         if cohort.ready:
             return Verb.JOIN
         costs = self.costs
-        late_ns = cohort.return_ns + costs.up_ns(cohort.rows) - at.gpu_free_ns
+        late_ns = cohort.return_ns + costs.up_ns(cohort.size) - at.gpu_free_ns
         if late_ns <= 0 or cohort.number == self._waited:
             return Verb.WAIT  # the GPU's own attention takes as long, or the layout says so
-        tau = costs.linear_ns(cohort.rows)
-        starves = at.cpu_free_ns - cohort.return_ns < tau + costs.down_ns(cohort.rows)
+        tau = costs.linear_ns(cohort.size)
+        starves = at.cpu_free_ns - cohort.return_ns < tau + costs.down_ns(cohort.size)
         if late_ns < min(tau, self._budget_ns) and starves:
-            if self._net * cohort.rows / at.num_layers > MARGIN * self._lambda * late_ns:
+            if self._net * cohort.size / at.num_layers > MARGIN * self._lambda * late_ns:
                 self._budget_ns -= late_ns
                 return Verb.WAIT
         return Verb.SKIP
@@ -137,37 +139,45 @@ class Rule(Policy):
         """A layer of the GPU's rows."""
         return self.costs.linear_ns(at.tokens) + self.costs.attention_ns(at.gpu_rows, at.gpu_keys)
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        costs, now_ns = self.costs, at.gpu_free_ns
-        backlog, layer_ns = max(0, at.cpu_free_ns - now_ns), self._layer_ns(at)
-        feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
+        costs, now_ns, num_layers = self.costs, at.gpu_free_ns, at.num_layers
+        backlog = max(0, at.cpu_free_ns - now_ns)
+        feed_ns = _until_fed(cohorts, at, self._layer_ns(at), backlog)
         best, chosen, price_ns = 0.0, None, 0
-        for number, layer, rows, keys in _ready_by_layer(cohorts, at.layer + 1):
-            last = layer == at.num_layers - 1
-            tau = costs.last_ns(rows) if last else costs.linear_ns(rows)
+        for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
+            tau = costs.last_ns(rows) if layer == num_layers - 1 else costs.linear_ns(rows)
             if tau > self._budget_ns:
                 continue
             job = costs.cpu_ns(rows, keys)
             idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(rows)), 0), job)
             worth = self.omega + (1 - self.omega) * idle / job if job else self.omega
-            gain = self._net * worth * rows / at.num_layers - MARGIN * self._lambda * tau
+            gain = self._net * worth * rows / num_layers - MARGIN * self._lambda * tau
             if gain > best:
                 best, chosen, price_ns = gain, number, tau
         self._budget_ns -= price_ns
         return chosen
 
 
-def _ready_by_layer(cohorts: tuple[CohortView, ...], apart_from: int) -> list[tuple[int, int, int, int]]:
-    """(number of one of them, layer, rows, keys) of the ready cohorts at each layer: they share a detour."""
-    found: dict[int, tuple[int, int, int, int]] = {}
+def _ready_by_layer(cohorts: Sequence[CohortView], apart_from: int) -> dict[int, tuple[int, int, int]]:
+    """(number of one of them, rows, keys) of the ready cohorts at each layer: they share a detour."""
+    found: dict[int, tuple[int, int, int]] = {}
     for c in cohorts:
         if c.ready and c.layer != apart_from:
-            number, _, rows, keys = found.get(c.layer, (c.number, c.layer, 0, 0))
-            found[c.layer] = number, c.layer, rows + c.rows, keys + c.keys
-    return list(found.values())
+            number, rows, keys = found.get(c.layer) or (c.number, 0, 0)
+            found[c.layer] = number, rows + c.size, keys + c.keys
+    return found
 
 
-def _until_fed(cohort: CohortView, at: LayerView, now_ns: int, layer_ns: int) -> int:
-    """Time until the cohort has returned and the GPU comes by its layer."""
-    away = (cohort.layer - at.layer - 1) % at.num_layers
-    return max(cohort.return_ns - now_ns, away * layer_ns)
+def _until_fed(cohorts: Sequence[CohortView], at: LayerView, layer_ns: int, backlog: int) -> int:
+    """Time until some cohort has returned and the GPU comes by its layer; any that is within ``backlog``, if there is
+    one, as the CPU does not idle then."""
+    comes, num_layers, now_ns = at.layer + 1, at.num_layers, at.gpu_free_ns
+    first: int | None = None
+    for c in cohorts:
+        passes_ns, returns_ns = (c.layer - comes) % num_layers * layer_ns, c.return_ns - now_ns
+        fed_ns = passes_ns if passes_ns > returns_ns else returns_ns
+        if fed_ns <= backlog:
+            return fed_ns
+        if first is None or fed_ns < first:
+            first = fed_ns
+    return first or 0

@@ -87,6 +87,7 @@ class Executor:
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
         self._tally.begin(self.device.now_ns())
+        self._fleet.begin_pass()
         if view is not None:
             self.policy.begin(view)
         if batch is not None:
@@ -183,7 +184,7 @@ class Executor:
         launched: list[Cohort] = []
         rest = list(idle)
         for size in sizes:
-            cohort = self._fleet.launch(rest, size, self._tally.number)
+            cohort = self._fleet.launch(rest, size)
             if cohort is None:
                 break
             rest = rest[cohort.size :]

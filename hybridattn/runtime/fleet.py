@@ -42,12 +42,12 @@ class Fleet:
         self._on_release = on_release
         self._any_leaving = any_leaving
 
-    def launch(self, rows: list[CpuRow], size: int, pass_number: int) -> Cohort | None:
+    def launch(self, rows: list[CpuRow], size: int) -> Cohort | None:
         """A new cohort of the first ``size`` rows, or of fewer where slabs are fragmented; None: no slot is free."""
         first, size = self.slots.take(min(size, len(rows)))
         if size == 0:
             return None
-        cohort = Cohort(self.next_number, rows[:size], first, pass_number)
+        cohort = Cohort(self.next_number, rows[:size], first)
         self.next_number += 1
         for row in cohort.rows:
             request_of(row).in_flight = True
@@ -55,8 +55,14 @@ class Fleet:
         self._stages.launch(cohort)
         return cohort
 
+    def begin_pass(self) -> None:
+        """What was submitted up to now belongs to earlier passes."""
+        for cohort in self.cohorts:
+            cohort.same_pass = False
+
     def stand(self, cohort: Cohort, layer: int) -> None:
-        cohort.layer = layer
+        """Its attention of ``layer`` is about to be submitted."""
+        cohort.layer, cohort.ready, cohort.same_pass = layer, False, True
         self.standing.setdefault(layer, []).append(cohort)
 
     def depart(self, cohort: Cohort) -> None:

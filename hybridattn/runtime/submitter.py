@@ -79,7 +79,6 @@ class Submitter:
         if self._fleet.bury(cohort):
             return
         self._fleet.stand(cohort, layer)
-        cohort.submitted_pass = self._tally.number
         cohort.submitted_ns = self._device.now_ns()
         self._last_down = down = self._device.submit(self._stages.send(cohort), (made,))
         priority = self._policy.priority_of(cohort.number)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.errors import StallError
 from hybridattn.core.stages import Batch, Cohort
-from hybridattn.policies.base import CohortView, LayerView, Policy, Verb
+from hybridattn.policies.base import LayerView, Policy, Verb
 from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.submitter import Submitter
@@ -23,8 +23,7 @@ class Verbs:
     """Asks the policy, polls and waits for cohorts. ``takes_detours``: the policy may want one at all."""
 
     __slots__ = (
-        "_device", "_fleet", "_forecast", "_num_layers", "_policy", "_submitter", "_tally", "_timeout_ns",
-        "takes_detours",
+        "_at", "_device", "_fleet", "_forecast", "_policy", "_submitter", "_tally", "_timeout_ns", "takes_detours",
     )  # fmt: skip
 
     def __init__(
@@ -44,8 +43,8 @@ class Verbs:
         self._tally = tally
         self._forecast = forecast
         self._submitter = submitter
-        self._num_layers = num_layers
         self._timeout_ns = timeout_ns
+        self._at = LayerView(0, num_layers, 0, 0)
         self.takes_detours = type(policy).detour is not Policy.detour
 
     def join(self, here: list[Cohort], layer: int, batch: Batch, made: Ticket) -> list[Cohort]:
@@ -70,26 +69,21 @@ class Verbs:
             self._forecast.gpu_free_ns = self._device.now_ns() + self._forecast.linear_ns(tokens)
         policy, cohorts, after = self._policy, self._fleet.cohorts, layer + 1
         while self._device.now_ns() >= policy.quiet_until_ns:
-            ready = [c.ticket.done() for c in cohorts]
-            for c, r in zip(cohorts, ready, strict=True):
-                if c.layer != after and (r or policy.detours_wait):
-                    break
-            else:
+            possible = False
+            for c in cohorts:
+                c.ready = c.ticket.done()
+                if c.layer != after and (c.ready or policy.detours_wait):
+                    possible = True
+            if not possible:
                 return
             at = self._where(layer, batch, tokens)
-            if policy.rests(at):
-                return
-            views = tuple([self._view(c, r) for c, r in zip(cohorts, ready, strict=True)])
-            chosen = policy.detour(views, at)
+            chosen = None if policy.rests(at) else policy.detour(cohorts, at)
             if chosen is None:
                 return
-            where = [c.number for c in cohorts].index(chosen)
-            if not ready[where] and not self._wait(cohorts[where], views[where], at):
+            one = next(c for c in cohorts if c.number == chosen)
+            if not one.ready and not self._wait(one, at):
                 return
-            chosen_one = cohorts[where]
-            ready[where] = False
-            beside = [c for c, r in zip(cohorts, ready, strict=True) if r and c.layer == chosen_one.layer]
-            self._detour([chosen_one, *beside])
+            self._detour([one, *[c for c in cohorts if c.ready and c.layer == one.layer and c is not one]])
 
     def _detour(self, cohorts: list[Cohort]) -> None:
         """Cohorts at one layer share a detour: its weights are read once for all of them."""
@@ -127,9 +121,9 @@ class Verbs:
         if not cohort.ticket.done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
-        view, at = self._view(cohort, ready), self._where(layer, batch, self._tally.gpu_tokens)
-        verb = self._policy.ask(view, at)
-        if verb is Verb.SKIP or not (ready or self._wait(cohort, view, at)):
+        at = self._where(layer, batch, self._tally.gpu_tokens)
+        verb = self._policy.ask(cohort, at)
+        if verb is Verb.SKIP or not (ready or self._wait(cohort, at)):
             self._tally.skips += 1
             return False
         self._tally.joins += 1
@@ -142,6 +136,7 @@ class Verbs:
         if ticket.done():
             if ticket.error is not None:
                 ticket.wait(0)  # raises with the op's name
+            cohort.ready = True
             self._tally.polls_hit += 1
             if self._forecast is not None:
                 self._forecast.returned(cohort)
@@ -150,10 +145,10 @@ class Verbs:
             raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
         return False
 
-    def _wait(self, cohort: Cohort, view: CohortView, at: LayerView) -> bool:
+    def _wait(self, cohort: Cohort, at: LayerView) -> bool:
         """Wait for the cohort within the policy's patience; False when that passed first."""
         self._tally.waits += 1
-        patience_ns, ticket = self._policy.patience_ns(view, at), cohort.ticket
+        patience_ns, ticket = self._policy.patience_ns(cohort, at), cohort.ticket
         if patience_ns is None or patience_ns >= self._timeout_ns:
             ticket.wait(self._timeout_ns)
         elif not ticket.done():
@@ -165,28 +160,15 @@ class Verbs:
             self._forecast.returned(cohort)
         return True
 
-    # -- what the policy sees ----------------------------------------------------------------------------------------
-
-    def _view(self, cohort: Cohort, ready: bool) -> CohortView:
-        return CohortView(
-            cohort.number,
-            cohort.size,
-            cohort.layer,
-            ready,
-            cohort.submitted_pass == self._tally.number,
-            self._device.now_ns() - cohort.submitted_ns,
-            cohort.keys,
-            cohort.return_ns,
-        )
-
     def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:
-        return LayerView(
-            layer,
-            self._num_layers,
-            len(batch.segments),
-            self._device.now_ns(),
-            self._tally.gpu_keys,
-            tokens,
-            self._forecast.gpu_free_ns if self._forecast is not None else 0,
-            self._forecast.cpu_free_ns if self._forecast is not None else 0,
-        )
+        """What the policy sees of the GPU: one object, brought up to date."""
+        at = self._at
+        at.layer = layer
+        at.gpu_rows = len(batch.segments)
+        at.now_ns = self._device.now_ns()
+        at.gpu_keys = self._tally.gpu_keys
+        at.tokens = tokens
+        if self._forecast is not None:
+            at.gpu_free_ns = self._forecast.gpu_free_ns
+            at.cpu_free_ns = self._forecast.cpu_free_ns
+        return at
