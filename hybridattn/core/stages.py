@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.device import Ticket
 from hybridattn.core.errors import InputError
@@ -137,8 +137,7 @@ class Cohort:
             self.keys = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token that a request got."""
 
     request: RequestLike

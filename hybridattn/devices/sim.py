@@ -81,6 +81,7 @@ class SimDevice:
         self.execute = execute
         self._ticket = RunTicket if execute else SimTicket
         self._prices = Prices(price)
+        self._known = self._prices.known
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
@@ -117,7 +118,9 @@ class SimDevice:
                 start = ready
             if self._late is not None:
                 start += next(self._late[lane])
-            price = self._prices.at(op, lane, start, self._free_ns)
+            price = self._known[lane].get(op.work)
+            if price is None:
+                price = self._prices.at(op, lane, start, self._free_ns)
             if self._steals_ns:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
@@ -153,7 +156,7 @@ class SimDevice:
         """
         free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
         attention_ns, linear_ns = self._prices.alone(attention, GPU), self._prices.alone(linear, GPU)
-        ends = deque(t.end_ns for t in ahead)
+        ends = deque([t.end_ns for t in ahead])
         passed = 0
         while passed < count:
             attended = (free if free > clock else clock) + attention_ns
@@ -267,7 +270,9 @@ class SimDevice:
         start = free if free > ready else ready
         if self._late is not None:
             start += next(self._late[CPU])
-        price = self._prices.at(op, CPU, start, self._free_ns)
+        price = self._known[CPU].get(op.work)
+        if price is None:
+            price = self._prices.at(op, CPU, start, self._free_ns)
         at = start + price
         ticket = self._ticket(self, op, ready, start, at)
         for t in overtaken:
@@ -278,7 +283,8 @@ class SimDevice:
         self._free_ns[CPU] = at
         if op.priority != WAITED:
             ticket.lane_free_ns = free
-            if self._queued_skipped and self._queued_skipped[0].start_ns <= self.clock_ns:
-                self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
-            self._queued_skipped.append(ticket)
+            queued = self._queued_skipped
+            while queued and queued[0].start_ns <= self.clock_ns:
+                del queued[0]
+            queued.append(ticket)
         return ticket

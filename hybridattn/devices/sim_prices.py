@@ -15,18 +15,24 @@ class Prices:
     """Prices by a callable ``(Op) -> int``, or by a ``Pricing`` with its contention.
 
     Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a pass
-    share. Of others nothing is kept, so that the look-up that comes first finds nothing.
+    share.
+
+    Attributes
+    ----------
+    known : by lane, the prices of works that hold at any time: look there first. Those of a lane that shares bandwidth
+        are not among them.
     """
 
-    __slots__ = ("_fixed", "_known", "_partners", "_price")
+    __slots__ = ("_alone", "_fixed", "_partners", "_price", "known")
 
     def __init__(self, price: Callable[[Op], int] | Pricing) -> None:
         self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
         self._fixed = isinstance(price, Pricing) and price.correction is None
-        self._known: dict[str, dict[Work, int]] = {lane: {} for lane in LANES}
+        self.known: dict[str, dict[Work, int]] = {lane: {} for lane in LANES}
         self._partners: dict[str, tuple[str, ...]] = {}
         for lane, other in price.contention if isinstance(price, Pricing) else ():
             self._partners[lane] = (*self._partners.get(lane, ()), other)
+        self._alone = {lane: {} if lane in self._partners else known for lane, known in self.known.items()}
 
     def at(self, op: Op, lane: str, start_ns: int, free_ns: Mapping[str, int]) -> int:
         """The price of an op that starts then, where each lane is busy until ``free_ns``.
@@ -40,22 +46,18 @@ class Prices:
             busy = tuple([other for other in self._partners[lane] if free_ns[other] > start_ns])
             if busy:
                 return _checked(op, self._price(op, busy))
-        price = self._known[lane].get(op.work)
-        return price if price is not None else self._learn(op, lane)
+        return self.alone(op, lane)
 
     def alone(self, op: Op, lane: str) -> int:
         """The price while no other lane is busy."""
-        price = self._known[lane].get(op.work)
-        return price if price is not None else self._learn(op, lane)
-
-    def _learn(self, op: Op, lane: str) -> int:
-        """A price that is not known, or never is."""
-        price = _checked(op, self._price(op))
-        if self._fixed:
-            known = self._known[lane]
-            if len(known) >= MOST_KNOWN:
-                known.clear()
-            known[op.work] = price
+        alone = self._alone[lane]
+        price = alone.get(op.work)
+        if price is None:
+            price = _checked(op, self._price(op))
+            if self._fixed:
+                if len(alone) >= MOST_KNOWN:
+                    alone.clear()
+                alone[op.work] = price
         return price
 
 

@@ -129,28 +129,26 @@ class Rule(Policy):
 
     def rests(self, at: LayerView) -> bool:
         """The CPU has enough to do; so it will until then."""
-        more_ns = max(0, at.cpu_free_ns - at.gpu_free_ns) - 2 * self._layer_ns(at)
+        layer_ns = self.costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys)
+        more_ns = max(0, at.cpu_free_ns - at.gpu_free_ns) - 2 * layer_ns
         if more_ns < 0:
             return False
         self.quiet_until_ns = at.now_ns + more_ns
         return True
 
-    def _layer_ns(self, at: LayerView) -> int:
-        """A layer of the GPU's rows."""
-        return self.costs.linear_ns(at.tokens) + self.costs.attention_ns(at.gpu_rows, at.gpu_keys)
-
     def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
-        costs, now_ns, num_layers = self.costs, at.gpu_free_ns, at.num_layers
-        backlog = max(0, at.cpu_free_ns - now_ns)
-        feed_ns = _until_fed(cohorts, at, self._layer_ns(at), backlog)
+        costs, num_layers = self.costs, at.num_layers
+        backlog = max(0, at.cpu_free_ns - at.gpu_free_ns)
+        feed_ns = _until_fed(cohorts, at, costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys), backlog)
         best, chosen, price_ns = 0.0, None, 0
         for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
             tau = costs.last_ns(rows) if layer == num_layers - 1 else costs.linear_ns(rows)
             if tau > self._budget_ns:
                 continue
-            job = costs.cpu_ns(rows, keys)
-            idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(rows)), 0), job)
-            worth = self.omega + (1 - self.omega) * idle / job if job else self.omega
+            worth = self.omega
+            idle = feed_ns - max(backlog, tau + costs.down_ns(rows)) if feed_ns > backlog else 0
+            if idle > 0 and (job := costs.cpu_ns(rows, keys)):
+                worth += (1 - worth) * min(idle, job) / job
             gain = self._net * worth * rows / num_layers - MARGIN * self._lambda * tau
             if gain > best:
                 best, chosen, price_ns = gain, number, tau

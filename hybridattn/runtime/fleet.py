@@ -22,7 +22,8 @@ class Fleet:
     """
 
     __slots__ = (
-        "_any_leaving", "_forecast", "_on_release", "_stages", "cohorts", "next_number", "slots", "standing",
+        "_any_leaving", "_forecast", "_on_release", "_stages", "by_number", "cohorts", "next_number", "slots",
+        "standing",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +35,7 @@ class Fleet:
         any_leaving: Callable[[], bool],
     ) -> None:
         self.cohorts: list[Cohort] = []
+        self.by_number: dict[int, Cohort] = {}
         self.standing: dict[int, list[Cohort]] = {}  # layers at which nobody stands are left out
         self.slots = SlotRanges(max_rows)
         self.next_number = 0
@@ -52,6 +54,7 @@ class Fleet:
         for row in cohort.rows:
             request_of(row).in_flight = True
         self.cohorts.append(cohort)
+        self.by_number[cohort.number] = cohort
         self._stages.launch(cohort)
         return cohort
 
@@ -82,12 +85,19 @@ class Fleet:
         for i in leaving:
             self._on_release(request_of(cohort.rows[i]))
         if len(cohort.dead) == len(cohort.rows):
-            self.cohorts.remove(cohort)
+            self.land(cohort)
             self.close(cohort)
             return True
         cohort.count_keys()
+        if self._forecast is not None:
+            self._forecast.forget(cohort)
         self._stages.replan(cohort)
         return False
+
+    def land(self, cohort: Cohort) -> None:
+        """It is in flight no longer."""
+        self.cohorts.remove(cohort)
+        del self.by_number[cohort.number]
 
     def close(self, cohort: Cohort) -> None:
         """It is through, or all its rows died: give its slots back."""

@@ -21,12 +21,13 @@ _KIND = "decode_attention"
 class Forecast:
     """Predicted returns of the cohorts in flight of one executor."""
 
-    __slots__ = ("_away", "_correction", "_costs", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+    __slots__ = ("_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._correction = Correction(weight=0.2)
-        self._away: dict[int, tuple[Cohort, int]] = {}  # by number: not known to be back; the price of its attention
+        self._away: dict[int, Cohort] = {}  # not known to be back
+        self._prices_ns: dict[int, tuple[int, int]] = {}  # of a cohort's attention at a layer, and of its copy down
         self.cpu_factor = 1.0
         self.cpu_free_ns = 0
         self.gpu_free_ns = 0
@@ -45,27 +46,31 @@ class Forecast:
 
     def sent(self, cohort: Cohort, now_ns: int) -> None:
         """The cohort's q, k, v go down as soon as the GPU is through, and its attention follows."""
-        rows = cohort.size
-        priced = self._costs.cpu_ns(rows, cohort.keys)
-        start = max(self.cpu_free_ns, max(now_ns, self.gpu_free_ns) + self._costs.down_ns(rows))
-        self.cpu_free_ns = start + int(priced * self.cpu_factor)
-        cohort.return_ns = self.cpu_free_ns
-        self._away[cohort.number] = cohort, priced
+        number = cohort.number
+        if number not in self._prices_ns:
+            self._prices_ns[number] = self._costs.cpu_ns(cohort.size, cohort.keys), self._costs.down_ns(cohort.size)
+        priced, down_ns = self._prices_ns[number]
+        start = max(self.cpu_free_ns, now_ns + down_ns, self.gpu_free_ns + down_ns)
+        cohort.return_ns = self.cpu_free_ns = start + int(priced * self.cpu_factor)
+        self._away[number] = cohort
 
     def returned(self, cohort: Cohort) -> None:
         """Its ticket has ended: learn from what it took. Called once per attention; later calls teach nothing."""
-        away = self._away.pop(cohort.number, None)
-        if away is None:
+        if self._away.pop(cohort.number, None) is None:
             return
-        priced, end_ns = away[1], cohort.ticket.end_ns
-        self._correction.observe(CPU, _KIND, priced, end_ns - cohort.ticket.start_ns)
-        self.cpu_factor = self._correction.factor(CPU, _KIND)
+        ticket, priced = cohort.ticket, self._prices_ns[cohort.number][0]
+        end_ns, took_ns = ticket.end_ns, ticket.end_ns - ticket.start_ns
+        if took_ns != priced or self.cpu_factor != 1.0:  # else there is nothing to learn
+            self._correction.observe(CPU, _KIND, priced, took_ns)
+            self.cpu_factor = self._correction.factor(CPU, _KIND)
         late_ns = end_ns - cohort.return_ns
         if late_ns:  # what is queued behind it shifts as well
             self.cpu_free_ns += late_ns
-            for other, _ in self._away.values():
+            for other in self._away.values():
                 other.return_ns += late_ns
             cohort.return_ns = end_ns
 
     def forget(self, cohort: Cohort) -> None:
+        """It is through, or rows of it died."""
         self._away.pop(cohort.number, None)
+        self._prices_ns.pop(cohort.number, None)

@@ -55,34 +55,34 @@ class Submitter:
         self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort], attended: Ticket | None = None
     ) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
-        submit = self._device.submit
+        submit, stages, fleet, tally = self._device.submit, self._stages, self._fleet, self._tally
         after: tuple[Ticket, ...] = () if attended is None else (attended,)
         if cohorts and layer >= 0:
-            after += tuple([submit(self._stages.fetch(c), (c.ticket,)) for c in cohorts])
-        ticket = submit(self._stages.linear(layer, batch, cohorts), after)
+            after += tuple([submit(stages.fetch(c), (c.ticket,)) for c in cohorts])
+        ticket = submit(stages.linear(layer, batch, cohorts), after)
         last = layer == self._last
         if last:
             self._sampling.add(ticket, batch, cohorts)
         for cohort in cohorts:
             if layer >= 0:
-                self._tally.layers_advanced += 1
-                self._tally.row_layers += cohort.size
-                self._fleet.depart(cohort)
+                tally.layers_advanced += 1
+                tally.row_layers += cohort.size
+                fleet.depart(cohort)
             if last:
-                self._fleet.cohorts.remove(cohort)
+                fleet.land(cohort)
             else:
                 self._send_down(cohort, layer + 1, ticket)
         return ticket
 
     def _send_down(self, cohort: Cohort, layer: int, made: Ticket) -> None:
         """q, k, v of the cohort go down and its attention of ``layer`` is queued behind the copy."""
-        if self._fleet.bury(cohort):
+        fleet, stages, submit = self._fleet, self._stages, self._device.submit
+        if fleet.bury(cohort):
             return
-        self._fleet.stand(cohort, layer)
+        fleet.stand(cohort, layer)
         cohort.submitted_ns = self._device.now_ns()
-        self._last_down = down = self._device.submit(self._stages.send(cohort), (made,))
-        priority = self._policy.priority_of(cohort.number)
-        cohort.ticket = self._device.submit(self._stages.cpu_attention(cohort, priority), (down,))
+        self._last_down = down = submit(stages.send(cohort), (made,))
+        cohort.ticket = submit(stages.cpu_attention(cohort, self._policy.priority_of(cohort.number)), (down,))
         if self._forecast is not None:
             self._forecast.sent(cohort, cohort.submitted_ns)
 

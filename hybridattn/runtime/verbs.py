@@ -64,15 +64,18 @@ class Verbs:
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
         """
         attended.wait(self._timeout_ns)
-        tokens = self._tally.gpu_tokens + sum([c.size for c in joined])
+        tokens = self._tally.gpu_tokens
+        for c in joined:
+            tokens += c.size
         if self._forecast is not None:
             self._forecast.gpu_free_ns = self._device.now_ns() + self._forecast.linear_ns(tokens)
         policy, cohorts, after = self._policy, self._fleet.cohorts, layer + 1
+        any_of_them = policy.detours_wait
         while self._device.now_ns() >= policy.quiet_until_ns:
             possible = False
             for c in cohorts:
                 c.ready = c.ticket.done()
-                if c.layer != after and (c.ready or policy.detours_wait):
+                if (c.ready or any_of_them) and c.layer != after:
                     possible = True
             if not possible:
                 return
@@ -80,7 +83,7 @@ class Verbs:
             chosen = None if policy.rests(at) else policy.detour(cohorts, at)
             if chosen is None:
                 return
-            one = next(c for c in cohorts if c.number == chosen)
+            one = self._fleet.by_number[chosen]
             if not one.ready and not self._wait(one, at):
                 return
             self._detour([one, *[c for c in cohorts if c.ready and c.layer == one.layer and c is not one]])
