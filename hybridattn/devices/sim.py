@@ -189,6 +189,11 @@ class SimDevice:
         ahead.extend(made)
         return passed, made[-1]
 
+    @property
+    def gpu_free_ns(self) -> int:
+        """When gpu.compute will have done all it was given."""
+        return self._free_ns[GPU]
+
     def pass_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
         """A whole pass on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
         price = self._prices.alone

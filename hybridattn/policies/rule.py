@@ -160,9 +160,12 @@ def _ready_by_layer(cohorts: Sequence[CohortView], apart_from: int) -> dict[int,
     """(number of one of them, rows, keys) of the ready cohorts at each layer: they share a detour."""
     found: dict[int, tuple[int, int, int]] = {}
     for c in cohorts:
-        if c.ready and c.layer != apart_from:
-            number, rows, keys = found.get(c.layer) or (c.number, 0, 0)
-            found[c.layer] = number, rows + c.size, keys + c.keys
+        if c.ready and (layer := c.layer) != apart_from:
+            if layer in found:
+                number, rows, keys = found[layer]
+                found[layer] = number, rows + c.size, keys + c.keys
+            else:
+                found[layer] = c.number, c.size, c.keys
     return found
 
 

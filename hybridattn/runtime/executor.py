@@ -92,6 +92,7 @@ class Executor:
             self.policy.begin(view)
         if batch is not None:
             self._tally.hold(batch)
+            self._verbs.begin(batch)
         launched = self._launch(idle, batch) if idle else []
         self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum([c.size for c in self.cohorts])
         if batch is not None:
@@ -150,7 +151,7 @@ class Executor:
             joined = verbs.join(here, layer, batch, made) if here else []
             made = submitter.linear(layer, batch, joined, attended)
             if verbs.takes_detours and cohorts:
-                verbs.detours(layer, batch, attended, joined)
+                verbs.detours(layer, attended, joined)
             self._bound_run_ahead(made)
             layer += 1
 
@@ -163,8 +164,8 @@ class Executor:
             if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
                 return 0, None
             until_ns = max(min([c.ticket.end_ns for c in cohorts]), self.policy.quiet_until_ns)
-            if until_ns <= self.device.now_ns():
-                return 0, None
+            if until_ns <= self.device.gpu_free_ns:  # type: ignore[attr-defined]
+                return 0, None  # the GPU does not even come to the next attention before that
         assert self._stretch is not None
         count = self._fleet.next_layer(layer, self.stages.num_layers - 1) - layer
         attention, linear = self.stages.attention(layer, batch), self.stages.linear(layer, batch, ())

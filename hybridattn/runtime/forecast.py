@@ -46,13 +46,14 @@ class Forecast:
 
     def sent(self, cohort: Cohort, now_ns: int) -> None:
         """The cohort's q, k, v go down as soon as the GPU is through, and its attention follows."""
-        number = cohort.number
-        if number not in self._prices_ns:
-            self._prices_ns[number] = self._costs.cpu_ns(cohort.size, cohort.keys), self._costs.down_ns(cohort.size)
-        priced, down_ns = self._prices_ns[number]
+        prices_ns = self._prices_ns.get(cohort.number)
+        if prices_ns is None:
+            prices_ns = self._costs.cpu_ns(cohort.size, cohort.keys), self._costs.down_ns(cohort.size)
+            self._prices_ns[cohort.number] = prices_ns
+        priced, down_ns = prices_ns
         start = max(self.cpu_free_ns, now_ns + down_ns, self.gpu_free_ns + down_ns)
         cohort.return_ns = self.cpu_free_ns = start + int(priced * self.cpu_factor)
-        self._away[number] = cohort
+        self._away[cohort.number] = cohort
 
     def returned(self, cohort: Cohort) -> None:
         """Its ticket has ended: learn from what it took. Called once per attention; later calls teach nothing."""

@@ -47,18 +47,22 @@ class Verbs:
         self._at = LayerView(0, num_layers, 0, 0)
         self.takes_detours = type(policy).detour is not Policy.detour
 
+    def begin(self, batch: Batch) -> None:
+        """A pass of ``batch`` begins: what stays the same at all its layers."""
+        self._at.gpu_rows, self._at.gpu_keys = len(batch.segments), self._tally.gpu_keys
+
     def join(self, here: list[Cohort], layer: int, batch: Batch, made: Ticket) -> list[Cohort]:
         """Of the cohorts ``here``, those that enter the linear stage of ``layer`` together with the GPU rows."""
         forecast = self._forecast
         if forecast is None:
-            return [c for c in tuple(here) if self._ask(c, layer, batch, made)]
+            return [c for c in tuple(here) if self._ask(c, layer, made)]
         made.wait(self._timeout_ns)  # predictions start from where the GPU is
         forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch, self._tally.gpu_keys)
-        joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)]
+        joined = [c for c in tuple(here) if self._ask(c, layer, made)]
         forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([c.size for c in joined]))
         return joined
 
-    def detours(self, layer: int, batch: Batch, attended: Ticket, joined: list[Cohort]) -> None:
+    def detours(self, layer: int, attended: Ticket, joined: list[Cohort]) -> None:
         """Linear stages of cohorts elsewhere, as long as the policy wants them.
 
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
@@ -79,7 +83,7 @@ class Verbs:
                     possible = True
             if not possible:
                 return
-            at = self._where(layer, batch, tokens)
+            at = self._where(layer, tokens)
             chosen = None if policy.rests(at) else policy.detour(cohorts, at)
             if chosen is None:
                 return
@@ -115,7 +119,7 @@ class Verbs:
 
     # -- one cohort --------------------------------------------------------------------------------------------------
 
-    def _ask(self, cohort: Cohort, layer: int, batch: Batch, made: Ticket) -> bool:
+    def _ask(self, cohort: Cohort, layer: int, made: Ticket) -> bool:
         """True when the cohort enters the linear stage of ``layer`` together with the GPU rows.
 
         If it is not ready yet, the poll is put off until the GPU has come to its attention of this layer (``made`` has
@@ -124,7 +128,7 @@ class Verbs:
         if not cohort.ticket.done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
-        at = self._where(layer, batch, self._tally.gpu_tokens)
+        at = self._where(layer, self._tally.gpu_tokens)
         verb = self._policy.ask(cohort, at)
         if verb is Verb.SKIP or not (ready or self._wait(cohort, at)):
             self._tally.skips += 1
@@ -163,13 +167,11 @@ class Verbs:
             self._forecast.returned(cohort)
         return True
 
-    def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:
+    def _where(self, layer: int, tokens: int) -> LayerView:
         """What the policy sees of the GPU: one object, brought up to date."""
         at = self._at
         at.layer = layer
-        at.gpu_rows = len(batch.segments)
         at.now_ns = self._device.now_ns()
-        at.gpu_keys = self._tally.gpu_keys
         at.tokens = tokens
         if self._forecast is not None:
             at.gpu_free_ns = self._forecast.gpu_free_ns
