@@ -16,7 +16,7 @@ requests while ops are in flight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.device import Ticket
@@ -62,29 +62,41 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The GPU rows of one pass. Decode rows come before prefill segments."""
+    """The GPU rows of one pass: decode rows, whose keys together are ``decode_keys``, then ``prefills``."""
 
     segments: tuple[Segment, ...]
+    prefills: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
+    decode_keys: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        seen_prefill = False
-        for s in self.segments:
-            if seen_prefill and not s.prefill:
-                raise InputError("batch: decode rows must come before prefill segments")
-            seen_prefill = seen_prefill or s.prefill
+        keys = [s.start + 1 for s in self.segments if not s.prefill]
+        prefills = self.segments[len(keys) :]
+        if not all([s.prefill for s in prefills]):
+            raise InputError("batch: decode rows must come before prefill segments")
+        object.__setattr__(self, "prefills", prefills)
+        object.__setattr__(self, "decode_keys", sum(keys))
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.segments) - len(self.prefills)
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments)
+        return self.num_decodes + self.prefill_tokens
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments if s.prefill)
+        return sum([s.num_tokens for s in self.prefills])
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Of each prefill segment the tokens, and the keys that the last of them attends to."""
+        return tuple([(s.num_tokens, s.start + s.num_tokens) for s in self.prefills])
 
     @property
     def handed_down(self) -> tuple[Segment, ...]:
         """Prefill segments whose K,V goes to the CPU tier."""
-        return tuple(s for s in self.segments if s.tier == CPU_TIER)
+        return tuple([s for s in self.prefills if s.tier == CPU_TIER])
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Costs:
     pricing: Pricing
     _linear: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _ends: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _firsts: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _attention: dict[tuple[str, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _layers: dict[tuple[int, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _copies: dict[tuple[str, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -79,7 +80,9 @@ class Costs:
         """All linear stages of a pass: embedding and pre(0), L - 1 layers, the last one with the head."""
         if not rows:
             return 0
-        first = self.pricing.work_ns(GPU, self.cost.first(rows))
+        first = self._firsts.get(rows)
+        if first is None:
+            first = self._firsts[rows] = self.pricing.work_ns(GPU, self.cost.first(rows))
         return first + (self.num_layers - 1) * self.linear_ns(rows) + self.last_ns(rows)
 
     def attention_ns(self, rows: int, keys: int, prefill: Iterable[tuple[int, int]] = ()) -> int:

@@ -85,6 +85,7 @@ class SimDevice:
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
+        self._watched = bool(execute or record or submit_ns)
         self._late = lateness(wake_ns, handover_ns)
         self._steals_ns = steals_ns
         self._stolen_ns = 0
@@ -125,13 +126,18 @@ class SimDevice:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
             ticket = self._ticket(self, op, ready, start, end)
+        if self._watched:
+            self._submitted(ticket, after)
+        return ticket
+
+    def _submitted(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
+        """What a submission leaves behind, beside its ticket."""
         if self.execute:
             self._closures.add(ticket, after)  # type: ignore[arg-type]
         if self._record:
             self._spans.append(ticket)
         if self.submit_ns:
             self.advance(self.clock_ns + self.submit_ns)
-        return ticket
 
     def stretch(
         self,

@@ -140,19 +140,20 @@ class Rule(Policy):
         costs, num_layers = self.costs, at.num_layers
         backlog = max(0, at.cpu_free_ns - at.gpu_free_ns)
         feed_ns = _until_fed(cohorts, at, costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys), backlog)
-        best, chosen, price_ns = 0.0, None, 0
+        net, omega, price, left_ns = self._net, self.omega, MARGIN * self._lambda, self._budget_ns
+        best, chosen, cost_ns = 0.0, None, 0
         for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
             tau = costs.last_ns(rows) if layer == num_layers - 1 else costs.linear_ns(rows)
-            if tau > self._budget_ns:
+            if tau > left_ns:
                 continue
-            worth = self.omega
+            worth = omega
             idle = feed_ns - max(backlog, tau + costs.down_ns(rows)) if feed_ns > backlog else 0
             if idle > 0 and (job := costs.cpu_ns(rows, keys)):
                 worth += (1 - worth) * min(idle, job) / job
-            gain = self._net * worth * rows / num_layers - MARGIN * self._lambda * tau
+            gain = net * worth * rows / num_layers - price * tau
             if gain > best:
-                best, chosen, price_ns = gain, number, tau
-        self._budget_ns -= price_ns
+                best, chosen, cost_ns = gain, number, tau
+        self._budget_ns = left_ns - cost_ns
         return chosen
 
 

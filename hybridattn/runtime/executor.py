@@ -193,15 +193,13 @@ class Executor:
         return launched
 
     def _launch_view(self, idle: Sequence[CpuRow], batch: Batch | None) -> LaunchView:
-        segments = () if batch is None else batch.segments
-        prefill = tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments if s.prefill])
         return LaunchView(
             len(idle),
             len(self.cohorts),
-            len(segments),
+            len(batch.segments) if batch is not None else 0,
             tuple([r.position + 1 for r in idle]),
             self._tally.gpu_keys,
-            prefill,
+            batch.chunks if batch is not None else (),
             self._fleet.next_number,
             tuple([(c.number, c.size) for c in self.cohorts]),
         )

@@ -35,10 +35,9 @@ class Forecast:
     def linear_ns(self, rows: int) -> int:
         return self._costs.linear_ns(rows)
 
-    def attention_ns(self, batch: Batch, keys: int) -> int:
-        """GPU attention of the pass's rows at one layer; ``keys`` are those of its decode rows."""
-        prefill = [(s.num_tokens, s.start + s.num_tokens) for s in batch.segments if s.prefill]
-        return self._costs.attention_ns(len(batch.segments) - len(prefill), keys, prefill)
+    def attention_ns(self, batch: Batch) -> int:
+        """GPU attention of the pass's rows at one layer."""
+        return self._costs.attention_ns(batch.num_decodes, batch.decode_keys, batch.chunks)
 
     def gpu_works(self, now_ns: int, rows: int) -> None:
         """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""

@@ -43,9 +43,8 @@ class PricedStages:
         self.replan(cohort)
 
     def replan(self, cohort: Cohort) -> None:
-        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
         rows = cohort.size
-        attention = self.cost.decode_attention(len(keys), sum(keys))
+        attention = self.cost.decode_attention(rows - len(cohort.dead), cohort.keys)
         self._attending[cohort.number] = self.cost.send(rows), attention, self.cost.fetch(rows)
 
     def finish(self, cohort: Cohort) -> None:
@@ -66,7 +65,7 @@ class PricedStages:
                 op = self._linear[layer, count, exposed] = Op("linear", GPU, self._with(work, exposed), layer=layer)
             return op
         rows = sum([c.size for c in cohorts])
-        sampled = rows + (sum(s.samples for s in batch.segments) if batch is not None else 0)
+        sampled = rows + (sum([s.samples for s in batch.segments]) if batch is not None else 0)
         return Op("linear+sample", GPU, self._with(self.cost.last(count, sampled), exposed), layer=layer)
 
     def _with(self, work: Work, exposed: bool) -> Work:

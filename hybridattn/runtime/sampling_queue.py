@@ -34,7 +34,7 @@ class SamplingQueue:
 
     def add(self, ticket: Ticket, batch: Batch | None, cohorts: Sequence[Cohort]) -> None:
         """``ticket`` will bring a token for each sampling segment of ``batch``, then for each row of ``cohorts``."""
-        segments = tuple(s for s in batch.segments if s.samples) if batch is not None else ()
+        segments = tuple([s for s in batch.segments if s.samples]) if batch is not None else ()
         self._queued.append((ticket, segments, tuple(cohorts)))
 
     def collect(self) -> list[Sampled]:

@@ -57,7 +57,7 @@ class Verbs:
         if forecast is None:
             return [c for c in tuple(here) if self._ask(c, layer, made)]
         made.wait(self._timeout_ns)  # predictions start from where the GPU is
-        forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch, self._tally.gpu_keys)
+        forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch)
         joined = [c for c in tuple(here) if self._ask(c, layer, made)]
         forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([c.size for c in joined]))
         return joined
