@@ -112,7 +112,8 @@ class SimDevice:
                 ready = t.end_ns
         if lane == CPU:
             ticket = self._place_cpu(op, ready)
-            self._stolen_ns += self._steals_ns
+            if self._steals_ns:
+                self._stolen_ns += self._steals_ns
         else:
             start = self._free_ns[lane]
             if start < ready:

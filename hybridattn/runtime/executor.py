@@ -135,10 +135,11 @@ class Executor:
         submit, submitter, verbs = self.device.submit, self._submitter, self._verbs
         cohorts, standing, last = self.cohorts, self._fleet.standing, self.stages.num_layers - 1
         copies = batch.handed_down
+        alone = self._stretch is not None and not copies  # layers may be passed in one step
         attended: Ticket | None = None
         layer = 0
         while layer <= last:
-            if self._stretch is not None and not copies and layer < last:
+            if alone and layer < last:
                 passed, ticket = self._pass_alone(layer, batch)
                 if ticket is not None:  # the next layer is one at which something is decided
                     layer, made = layer + passed, ticket

@@ -60,31 +60,32 @@ class Submitter:
         if cohorts and layer >= 0:
             after += tuple([submit(stages.fetch(c), (c.ticket,)) for c in cohorts])
         ticket = submit(stages.linear(layer, batch, cohorts), after)
-        last = layer == self._last
-        if last:
-            self._sampling.add(ticket, batch, cohorts)
-        for cohort in cohorts:
-            if layer >= 0:
-                tally.layers_advanced += 1
+        if cohorts and layer >= 0:
+            tally.layers_advanced += len(cohorts)
+            for cohort in cohorts:
                 tally.row_layers += cohort.size
                 fleet.depart(cohort)
-            if last:
-                fleet.land(cohort)
-            else:
-                self._send_down(cohort, layer + 1, ticket)
+        if layer < self._last:
+            self._send_down(cohorts, layer + 1, ticket)
+            return ticket
+        self._sampling.add(ticket, batch, cohorts)
+        for cohort in cohorts:
+            fleet.land(cohort)
         return ticket
 
-    def _send_down(self, cohort: Cohort, layer: int, made: Ticket) -> None:
-        """q, k, v of the cohort go down and its attention of ``layer`` is queued behind the copy."""
-        fleet, stages, submit = self._fleet, self._stages, self._device.submit
-        if fleet.bury(cohort):
-            return
-        fleet.stand(cohort, layer)
-        cohort.submitted_ns = self._device.now_ns()
-        self._last_down = down = submit(stages.send(cohort), (made,))
-        cohort.ticket = submit(stages.cpu_attention(cohort, self._policy.priority_of(cohort.number)), (down,))
-        if self._forecast is not None:
-            self._forecast.sent(cohort, cohort.submitted_ns)
+    def _send_down(self, cohorts: Sequence[Cohort], layer: int, made: Ticket) -> None:
+        """q, k, v of cohorts go down and their attention of ``layer`` is queued behind the copies."""
+        device, fleet, stages, forecast = self._device, self._fleet, self._stages, self._forecast
+        submit, priority_of = device.submit, self._policy.priority_of
+        for cohort in cohorts:
+            if fleet.bury(cohort):
+                continue
+            fleet.stand(cohort, layer)
+            cohort.submitted_ns = now_ns = device.now_ns()
+            self._last_down = down = submit(stages.send(cohort), (made,))
+            cohort.ticket = submit(stages.cpu_attention(cohort, priority_of(cohort.number)), (down,))
+            if forecast is not None:
+                forecast.sent(cohort, now_ns)
 
     def hand_down(self, layer: int, segments: Sequence[Segment], made: Ticket) -> None:
         """K,V of this layer of prompts of the CPU tier go down."""
