@@ -105,12 +105,13 @@ class SimDevice:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
         lane = op.lane
         ready = self.clock_ns
+        host = lane == CPU
         for t in after:
             if t.end_ns > ready:
-                if t.op.lane == CPU and lane != CPU:
+                if not host and t.op.lane == CPU:
                     check_after(op, after)
                 ready = t.end_ns
-        if lane == CPU:
+        if host:
             ticket = self._place_cpu(op, ready)
             if self._steals_ns:
                 self._stolen_ns += self._steals_ns

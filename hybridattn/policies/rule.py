@@ -22,6 +22,7 @@ from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView
 from hybridattn.policies.fixed import shares
 
 MARGIN = 0.8
+_NEVER_NS = 1 << 62
 _SLACK_NS = 20_000  # a wait is given this much beyond the prediction, and a quarter of it
 
 
@@ -139,7 +140,7 @@ class Rule(Policy):
     def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
         costs, num_layers = self.costs, at.num_layers
         backlog = max(0, at.cpu_free_ns - at.gpu_free_ns)
-        feed_ns = _until_fed(cohorts, at, costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys), backlog)
+        feed_ns = _until_fed(cohorts, at, costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys))
         net, omega, price, left_ns = self._net, self.omega, MARGIN * self._lambda, self._budget_ns
         best, chosen, cost_ns = 0.0, None, 0
         for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
@@ -147,9 +148,10 @@ class Rule(Policy):
             if tau > left_ns:
                 continue
             worth = omega
-            idle = feed_ns - max(backlog, tau + costs.down_ns(rows)) if feed_ns > backlog else 0
-            if idle > 0 and (job := costs.cpu_ns(rows, keys)):
-                worth += (1 - worth) * min(idle, job) / job
+            if feed_ns > backlog and feed_ns > tau:  # else the CPU does not idle
+                idle = feed_ns - max(backlog, tau + costs.down_ns(rows))
+                if idle > 0 and (job := costs.cpu_ns(rows, keys)):
+                    worth += (1 - worth) * min(idle, job) / job
             gain = net * worth * rows / num_layers - price * tau
             if gain > best:
                 best, chosen, cost_ns = gain, number, tau
@@ -170,16 +172,14 @@ def _ready_by_layer(cohorts: Sequence[CohortView], apart_from: int) -> dict[int,
     return found
 
 
-def _until_fed(cohorts: Sequence[CohortView], at: LayerView, layer_ns: int, backlog: int) -> int:
-    """Time until some cohort has returned and the GPU comes by its layer; any that is within ``backlog``, if there is
-    one, as the CPU does not idle then."""
+def _until_fed(cohorts: Sequence[CohortView], at: LayerView, layer_ns: int) -> int:
+    """Time until some cohort has returned and the GPU comes by its layer."""
     comes, num_layers, now_ns = at.layer + 1, at.num_layers, at.gpu_free_ns
-    first: int | None = None
+    fed_ns = _NEVER_NS
     for c in cohorts:
-        passes_ns, returns_ns = (c.layer - comes) % num_layers * layer_ns, c.return_ns - now_ns
-        fed_ns = passes_ns if passes_ns > returns_ns else returns_ns
-        if fed_ns <= backlog:
-            return fed_ns
-        if first is None or fed_ns < first:
-            first = fed_ns
-    return first or 0
+        back_ns = c.return_ns
+        if back_ns < fed_ns:
+            passes_ns = now_ns + (c.layer - comes) % num_layers * layer_ns
+            if passes_ns < fed_ns:
+                fed_ns = passes_ns if passes_ns > back_ns else back_ns
+    return fed_ns - now_ns

@@ -55,23 +55,25 @@ class Submitter:
         self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort], attended: Ticket | None = None
     ) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
-        submit, stages, fleet, tally = self._device.submit, self._stages, self._fleet, self._tally
         after: tuple[Ticket, ...] = () if attended is None else (attended,)
         if cohorts and layer >= 0:
-            after += tuple([submit(stages.fetch(c), (c.ticket,)) for c in cohorts])
-        ticket = submit(stages.linear(layer, batch, cohorts), after)
-        if cohorts and layer >= 0:
-            tally.layers_advanced += len(cohorts)
+            after += tuple([self._fetch(c) for c in cohorts])
+        ticket = self._device.submit(self._stages.linear(layer, batch, cohorts), after)
+        if layer == self._last:
+            self._sampling.add(ticket, batch, cohorts)
             for cohort in cohorts:
-                tally.row_layers += cohort.size
-                fleet.depart(cohort)
-        if layer < self._last:
+                self._fleet.land(cohort)
+        elif cohorts:
             self._send_down(cohorts, layer + 1, ticket)
-            return ticket
-        self._sampling.add(ticket, batch, cohorts)
-        for cohort in cohorts:
-            fleet.land(cohort)
         return ticket
+
+    def _fetch(self, cohort: Cohort) -> Ticket:
+        """The cohort leaves its layer: what its attention brought goes up."""
+        tally = self._tally
+        tally.layers_advanced += 1
+        tally.row_layers += cohort.size
+        self._fleet.depart(cohort)
+        return self._device.submit(self._stages.fetch(cohort), (cohort.ticket,))
 
     def _send_down(self, cohorts: Sequence[Cohort], layer: int, made: Ticket) -> None:
         """q, k, v of cohorts go down and their attention of ``layer`` is queued behind the copies."""

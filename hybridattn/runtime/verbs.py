@@ -73,13 +73,13 @@ class Verbs:
             tokens += c.size
         if self._forecast is not None:
             self._forecast.gpu_free_ns = self._device.now_ns() + self._forecast.linear_ns(tokens)
-        policy, cohorts, after = self._policy, self._fleet.cohorts, layer + 1
-        any_of_them = policy.detours_wait
+        policy, fleet, after = self._policy, self._fleet, layer + 1
+        cohorts, standing = fleet.cohorts, fleet.standing
         while self._device.now_ns() >= policy.quiet_until_ns:
-            possible = False
+            possible = policy.detours_wait and len(cohorts) > len(standing.get(after, ()))
             for c in cohorts:
-                c.ready = c.ticket.done()
-                if (c.ready or any_of_them) and c.layer != after:
+                c.ready = ready = c.ticket.done()
+                if ready and c.layer != after:
                     possible = True
             if not possible:
                 return
@@ -87,10 +87,12 @@ class Verbs:
             chosen = None if policy.rests(at) else policy.detour(cohorts, at)
             if chosen is None:
                 return
-            one = self._fleet.by_number[chosen]
+            one = fleet.by_number[chosen]
             if not one.ready and not self._wait(one, at):
                 return
-            self._detour([one, *[c for c in cohorts if c.ready and c.layer == one.layer and c is not one]])
+            alone = len(standing[one.layer]) == 1
+            beside = [] if alone else [c for c in cohorts if c.ready and c.layer == one.layer and c is not one]
+            self._detour([one, *beside])
 
     def _detour(self, cohorts: list[Cohort]) -> None:
         """Cohorts at one layer share a detour: its weights are read once for all of them."""
