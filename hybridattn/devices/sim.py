@@ -105,13 +105,12 @@ class SimDevice:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
         lane = op.lane
         ready = self.clock_ns
-        host = lane == CPU
         for t in after:
             if t.end_ns > ready:
-                if not host and t.op.lane == CPU:
+                if lane != CPU and t.op.lane == CPU:
                     check_after(op, after)
                 ready = t.end_ns
-        if host:
+        if lane == CPU:
             ticket = self._place_cpu(op, ready)
             if self._steals_ns:
                 self._stolen_ns += self._steals_ns

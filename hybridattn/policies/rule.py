@@ -144,8 +144,11 @@ class Rule(Policy):
         net, omega, price, left_ns = self._net, self.omega, MARGIN * self._lambda, self._budget_ns
         best, chosen, cost_ns = 0.0, None, 0
         for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
+            most = net * rows / num_layers  # if all of its CPU time counts
+            if most <= best:
+                continue
             tau = costs.last_ns(rows) if layer == num_layers - 1 else costs.linear_ns(rows)
-            if tau > left_ns:
+            if tau > left_ns or most - price * tau <= best:
                 continue
             worth = omega
             if feed_ns > backlog and feed_ns > tau:  # else the CPU does not idle
