@@ -8,7 +8,7 @@ DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU 
 
 The order in which a policy is asked, for one pass:
 
-    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [detour, until it says None] -> [ask, at layer 1] ...
+    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [rests, detour, until None] -> [ask, at layer 1] ...
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
 clock, no random source. Those of a cohort and of a layer are asked for in the layer loop: the executor shows its own
