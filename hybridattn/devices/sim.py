@@ -163,8 +163,7 @@ class SimDevice:
         """
         free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
         attention_ns, linear_ns = self._prices.alone(attention, GPU), self._prices.alone(linear, GPU)
-        ends = deque([t.end_ns for t in ahead])
-        passed = 0
+        ends, passed = deque([t.end_ns for t in ahead]), 0
         while passed < count:
             attended = (free if free > clock else clock) + attention_ns
             at = clock + cost
@@ -189,8 +188,7 @@ class SimDevice:
             passed += 1
         if not passed:
             return 0, None
-        self._free_ns[GPU] = free
-        self.clock_ns = clock
+        self._free_ns[GPU], self.clock_ns = free, clock
         made = [SimTicket(self, linear, 0, e - linear_ns, e) for e in ends]
         ahead.clear()
         ahead.extend(made)
