@@ -79,11 +79,10 @@ class Op:
         lane: str,
         work: Work,
         run: Callable[[], Any] | None = None,
-        *,
-        native: Callable[[Any], NativeJob] | None = None,
         layer: int = -1,
         requests: tuple[str, ...] = (),
         priority: int = WAITED,
+        native: Callable[[Any], NativeJob] | None = None,
     ) -> None:
         self.name = name
         self.lane = lane

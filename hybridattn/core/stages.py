@@ -16,8 +16,8 @@ requests while ops are in flight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.device import Ticket
 from hybridattn.core.errors import InputError
@@ -62,29 +62,41 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The GPU rows of one pass. Decode rows come before prefill segments."""
+    """The GPU rows of one pass: decode rows, whose keys together are ``decode_keys``, then ``prefills``."""
 
     segments: tuple[Segment, ...]
+    prefills: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
+    decode_keys: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        seen_prefill = False
-        for s in self.segments:
-            if seen_prefill and not s.prefill:
-                raise InputError("batch: decode rows must come before prefill segments")
-            seen_prefill = seen_prefill or s.prefill
+        keys = [s.start + 1 for s in self.segments if not s.prefill]
+        prefills = self.segments[len(keys) :]
+        if not all([s.prefill for s in prefills]):
+            raise InputError("batch: decode rows must come before prefill segments")
+        object.__setattr__(self, "prefills", prefills)
+        object.__setattr__(self, "decode_keys", sum(keys))
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.segments) - len(self.prefills)
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments)
+        return self.num_decodes + self.prefill_tokens
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments if s.prefill)
+        return sum([s.num_tokens for s in self.prefills])
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Of each prefill segment the tokens, and the keys that the last of them attends to."""
+        return tuple([(s.num_tokens, s.start + s.num_tokens) for s in self.prefills])
 
     @property
     def handed_down(self) -> tuple[Segment, ...]:
         """Prefill segments whose K,V goes to the CPU tier."""
-        return tuple(s for s in self.segments if s.tier == CPU_TIER)
+        return tuple([s for s in self.prefills if s.tier == CPU_TIER])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +111,45 @@ class Cohort:
     """CPU rows that move through the layers together.
 
     Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
-    end. ``layer`` is where its attention is in flight (``ticket``) or finished. ``dead`` marks rows whose request was
-    aborted or preempted: they ride along, attend to nothing, and their result is discarded.
+    end. ``layer`` is where its attention is in flight (``ticket``, from its first layer on) or finished. ``dead`` marks
+    rows whose request was aborted or preempted: they ride along, attend to nothing, and their result is discarded.
+
+    Policies see it as a ``hybridattn.policies.base.CohortView``: the executor keeps ``size`` (its rows), ``keys`` (of
+    the rows alive), ``layer``, ``ready``, ``same_pass`` and ``return_ns`` current.
     """
 
     __slots__ = (
-        "dead", "entered_pass", "first_slot", "layer", "number", "requests", "rows", "submitted_ns", "submitted_pass",
-        "ticket",
+        "dead", "first_slot", "keys", "layer", "number", "ready", "requests", "return_ns", "rows", "same_pass", "size",
+        "submitted_ns", "ticket",
     )  # fmt: skip
 
-    def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int, entered_pass: int) -> None:
+    ticket: Ticket
+
+    def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int) -> None:
         self.number = number
         self.rows = tuple(rows)
+        self.size = len(self.rows)
         self.requests = tuple(r.request.request_id for r in rows)
         self.first_slot = first_slot
         self.layer = -1
-        self.entered_pass = entered_pass
-        self.submitted_pass = entered_pass
+        self.ready = False
+        self.same_pass = True
         self.submitted_ns = 0
-        self.ticket: Ticket | None = None
+        self.return_ns = 0
         self.dead: set[int] = set()
+        self.keys = 0
+        self.count_keys()
+
+    def count_keys(self) -> None:
+        """Keys of the rows that are alive."""
+        dead = self.dead
+        if not dead:
+            self.keys = sum([r.position + 1 for r in self.rows])
+        else:
+            self.keys = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token that a request got."""
 
     request: RequestLike

@@ -10,6 +10,8 @@ from hybridattn.core.op import CPU, D2H, GPU, H2D, Work
 from hybridattn.cost.pricing import PriceModel, Pricing
 from hybridattn.cost.stages_cost import ModelCost
 
+MOST_KEPT = 65_536  # prices of each sort that are remembered
+
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
@@ -42,7 +44,9 @@ class Costs:
     pricing: Pricing
     _linear: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _ends: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _firsts: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _attention: dict[tuple[str, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _layers: dict[tuple[int, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _copies: dict[tuple[str, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
@@ -63,11 +67,22 @@ class Costs:
             found = self._ends[rows] = self.pricing.work_ns(GPU, self.cost.last(rows, rows)) if rows else 0
         return found
 
+    def layer_ns(self, tokens: int, rows: int, keys: int) -> int:
+        """Linear stage of ``tokens`` rows and GPU attention of ``rows`` decode rows."""
+        found = self._layers.get((tokens, rows, keys))
+        if found is None:
+            if len(self._layers) > MOST_KEPT:
+                self._layers.clear()
+            found = self._layers[tokens, rows, keys] = self.linear_ns(tokens) + self.attention_ns(rows, keys)
+        return found
+
     def pass_linear_ns(self, rows: int) -> int:
         """All linear stages of a pass: embedding and pre(0), L - 1 layers, the last one with the head."""
         if not rows:
             return 0
-        first = self.pricing.work_ns(GPU, self.cost.first(rows))
+        first = self._firsts.get(rows)
+        if first is None:
+            first = self._firsts[rows] = self.pricing.work_ns(GPU, self.cost.first(rows))
         return first + (self.num_layers - 1) * self.linear_ns(rows) + self.last_ns(rows)
 
     def attention_ns(self, rows: int, keys: int, prefill: Iterable[tuple[int, int]] = ()) -> int:
@@ -87,7 +102,7 @@ class Costs:
             return 0
         found = self._attention.get((lane, rows, keys))
         if found is None:
-            if len(self._attention) > 65_536:
+            if len(self._attention) > MOST_KEPT:
                 self._attention.clear()
             found = self.pricing.work_ns(lane, self.cost.decode_attention(rows, max(rows, keys)))
             self._attention[lane, rows, keys] = found

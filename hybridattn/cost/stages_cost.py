@@ -190,6 +190,4 @@ class ModelCost:
 
 def batch_attention(cost: ModelCost, batch: Batch) -> Work:
     """GPU attention of a pass's rows at one layer: decode rows and prompt chunks as one op."""
-    decodes = [s.start + 1 for s in batch.segments if not s.prefill]
-    chunks = [(s.num_tokens, s.start + s.num_tokens) for s in batch.segments if s.prefill]
-    return cost.attention(len(decodes), sum(decodes), chunks)
+    return cost.attention(batch.num_decodes, batch.decode_keys, batch.chunks)

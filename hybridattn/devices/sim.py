@@ -79,10 +79,13 @@ class SimDevice:
         self.profile = price.fingerprint if isinstance(price, Pricing) else profile
         self.clock_ns = 0
         self.execute = execute
+        self._ticket = RunTicket if execute else SimTicket
         self._prices = Prices(price)
+        self._known = self._prices.known
         self._record = record
         self.submit_ns = submit_ns
         self.poll_ns = poll_ns
+        self._watched = bool(execute or record or submit_ns)
         self._late = lateness(wake_ns, handover_ns)
         self._steals_ns = steals_ns
         self._stolen_ns = 0
@@ -104,30 +107,38 @@ class SimDevice:
         ready = self.clock_ns
         for t in after:
             if t.end_ns > ready:
-                if t.op.lane == CPU and lane != CPU:
+                if lane != CPU and t.op.lane == CPU:
                     check_after(op, after)
                 ready = t.end_ns
         if lane == CPU:
             ticket = self._place_cpu(op, ready)
-            self._stolen_ns += self._steals_ns
+            if self._steals_ns:
+                self._stolen_ns += self._steals_ns
         else:
             start = self._free_ns[lane]
             if start < ready:
                 start = ready
             if self._late is not None:
                 start += next(self._late[lane])
-            price = self._prices.at(op, lane, start, self._free_ns)
+            price = self._known[lane].get(op.work)
+            if price is None:
+                price = self._prices.at(op, lane, start, self._free_ns)
             if self._steals_ns:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
-            ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, end)
-        if isinstance(ticket, RunTicket):
-            self._closures.add(ticket, after)
+            ticket = self._ticket(self, op, ready, start, end)
+        if self._watched:
+            self._submitted(ticket, after)
+        return ticket
+
+    def _submitted(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
+        """What a submission leaves behind, beside its ticket."""
+        if self.execute:
+            self._closures.add(ticket, after)  # type: ignore[arg-type]
         if self._record:
             self._spans.append(ticket)
         if self.submit_ns:
             self.advance(self.clock_ns + self.submit_ns)
-        return ticket
 
     def stretch(
         self,
@@ -152,8 +163,7 @@ class SimDevice:
         """
         free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
         attention_ns, linear_ns = self._prices.alone(attention, GPU), self._prices.alone(linear, GPU)
-        ends = deque(t.end_ns for t in ahead)
-        passed = 0
+        ends, passed = deque([t.end_ns for t in ahead]), 0
         while passed < count:
             attended = (free if free > clock else clock) + attention_ns
             at = clock + cost
@@ -178,12 +188,16 @@ class SimDevice:
             passed += 1
         if not passed:
             return 0, None
-        self._free_ns[GPU] = free
-        self.clock_ns = clock
+        self._free_ns[GPU], self.clock_ns = free, clock
         made = [SimTicket(self, linear, 0, e - linear_ns, e) for e in ends]
         ahead.clear()
         ahead.extend(made)
         return passed, made[-1]
+
+    @property
+    def gpu_free_ns(self) -> int:
+        """When gpu.compute will have done all it was given."""
+        return self._free_ns[GPU]
 
     def pass_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
         """A whole pass on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
@@ -266,9 +280,11 @@ class SimDevice:
         start = free if free > ready else ready
         if self._late is not None:
             start += next(self._late[CPU])
-        price = self._prices.at(op, CPU, start, self._free_ns)
+        price = self._known[CPU].get(op.work)
+        if price is None:
+            price = self._prices.at(op, CPU, start, self._free_ns)
         at = start + price
-        ticket = (RunTicket if self.execute else SimTicket)(self, op, ready, start, at)
+        ticket = self._ticket(self, op, ready, start, at)
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
@@ -277,6 +293,8 @@ class SimDevice:
         self._free_ns[CPU] = at
         if op.priority != WAITED:
             ticket.lane_free_ns = free
-            self._queued_skipped = [t for t in self._queued_skipped if t.start_ns > self.clock_ns]
-            self._queued_skipped.append(ticket)
+            queued = self._queued_skipped
+            while queued and queued[0].start_ns <= self.clock_ns:
+                del queued[0]
+            queued.append(ticket)
         return ticket

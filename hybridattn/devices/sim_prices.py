@@ -16,17 +16,23 @@ class Prices:
 
     Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a pass
     share.
+
+    Attributes
+    ----------
+    known : by lane, the prices of works that hold at any time: look there first. Those of a lane that shares bandwidth
+        are not among them.
     """
 
-    __slots__ = ("_known", "_partners", "_price")
+    __slots__ = ("_alone", "_fixed", "_partners", "_price", "known")
 
     def __init__(self, price: Callable[[Op], int] | Pricing) -> None:
         self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
-        fixed = isinstance(price, Pricing) and price.correction is None
-        self._known: dict[str, dict[Work, int]] | None = {lane: {} for lane in LANES} if fixed else None
+        self._fixed = isinstance(price, Pricing) and price.correction is None
+        self.known: dict[str, dict[Work, int]] = {lane: {} for lane in LANES}
         self._partners: dict[str, tuple[str, ...]] = {}
         for lane, other in price.contention if isinstance(price, Pricing) else ():
             self._partners[lane] = (*self._partners.get(lane, ()), other)
+        self._alone = {lane: {} if lane in self._partners else known for lane, known in self.known.items()}
 
     def at(self, op: Op, lane: str, start_ns: int, free_ns: Mapping[str, int]) -> int:
         """The price of an op that starts then, where each lane is busy until ``free_ns``.
@@ -36,22 +42,22 @@ class Prices:
         InputError
             The price is negative, or the pricing has none for this work.
         """
-        if lane not in self._partners:
-            return self.alone(op, lane)
-        busy = tuple(other for other in self._partners[lane] if free_ns[other] > start_ns)
-        return _checked(op, self._price(op, busy) if busy else self._price(op))
+        if lane in self._partners:
+            busy = tuple([other for other in self._partners[lane] if free_ns[other] > start_ns])
+            if busy:
+                return _checked(op, self._price(op, busy))
+        return self.alone(op, lane)
 
     def alone(self, op: Op, lane: str) -> int:
         """The price while no other lane is busy."""
-        known = self._known
-        if known is None:
-            return _checked(op, self._price(op))
-        price = known[lane].get(op.work, -1)
-        if price < 0:
+        alone = self._alone[lane]
+        price = alone.get(op.work)
+        if price is None:
             price = _checked(op, self._price(op))
-            if len(known[lane]) >= MOST_KNOWN:
-                known[lane].clear()
-            known[lane][op.work] = price
+            if self._fixed:
+                if len(alone) >= MOST_KNOWN:
+                    alone.clear()
+                alone[op.work] = price
         return price
 
 

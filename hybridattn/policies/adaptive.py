@@ -12,6 +12,8 @@ The fixed policies are among the layouts, and GPU-only always is, so it falls ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
@@ -241,10 +243,13 @@ class Adaptive(Policy):
     def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
         return self._inner.patience_ns(cohort, at)
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        chosen = self._inner.detour(cohorts, at)
+    def rests(self, at: LayerView) -> bool:
+        rests = self._inner.rests(at)
         self.quiet_until_ns = self._inner.quiet_until_ns
-        return chosen
+        return rests
+
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
+        return self._inner.detour(cohorts, at)
 
 
 def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:

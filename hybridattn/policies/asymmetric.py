@@ -88,7 +88,7 @@ class Asymmetric(Policy):
             return Verb.SKIP
         return Verb.JOIN if cohort.ready else Verb.WAIT
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
         for c in cohorts:
             if c.layer == at.layer and c.number in self._followers:
                 return c.number

@@ -8,17 +8,19 @@ DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU 
 
 The order in which a policy is asked, for one pass:
 
-    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [detour, until it says None] -> [ask, at layer 1] ...
+    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [rests, detour, until None] -> [ask, at layer 1] ...
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
-clock, no random source. Views are made in the layer loop, so they are plain named tuples.
+clock, no random source. Those of a cohort and of a layer are asked for in the layer loop: the executor shows its own
+objects, current at the time of asking, which a policy reads and does not keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED
@@ -103,24 +105,32 @@ class PromptView(NamedTuple):
     idle_keys: tuple[int, ...]
 
 
-class CohortView(NamedTuple):
-    """A cohort that stands at ``layer``. ``same_pass``: its attention was submitted during the current pass.
+class CohortView(Protocol):
+    """A cohort of ``size`` rows that stands at ``layer``. ``same_pass``: its attention was submitted during the current
+    pass.
 
-    ``keys`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back (0 where
-    the policy does not ask for forecasts).
+    ``keys`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back, or was (0
+    where the policy does not ask for forecasts).
     """
 
-    number: int
-    rows: int
-    layer: int
-    ready: bool
-    same_pass: bool
-    age_ns: int
-    keys: int = 0
-    return_ns: int = 0
+    @property
+    def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def same_pass(self) -> bool: ...
+    @property
+    def keys(self) -> int: ...
+    @property
+    def return_ns(self) -> int: ...
 
 
-class LayerView(NamedTuple):
+@dataclass(slots=True)
+class LayerView:
     """Where the GPU is: at the start of its attention of ``layer`` (ask), or of the linear stage after it (detour).
 
     ``gpu_keys`` are the keys of the pass's decode rows, ``tokens`` the rows of the linear stage that comes (ask) or
@@ -150,7 +160,7 @@ class Policy:
     ----------
     priority : class of its ops on the cpu.attention lane
     detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
-    quiet_until_ns : ``detour`` is not asked before this time
+    quiet_until_ns : ``detour`` is not asked before this time, nor is ``rests``
     launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
@@ -214,7 +224,11 @@ class Policy:
         """Class of the ops of cohort ``number`` on the cpu.attention lane."""
         return self.priority
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+    def rests(self, at: LayerView) -> bool:
+        """No detour is wanted now, whichever cohorts are ready. Asked before ``detour``, which looks at all of them."""
+        return False
+
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
         """Number of a cohort that gets a detour now; None: none. ``cohorts`` are all in flight, ready or not."""
         return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
@@ -114,7 +116,7 @@ class CpuOnly(Policy):
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
         return Verb.JOIN if cohort.ready else Verb.SKIP
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
         return next((c.number for c in cohorts if c.ready and c.layer != at.layer + 1), None)
 
 

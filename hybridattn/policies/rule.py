@@ -14,12 +14,15 @@ within ``stretch`` of the pass without CPU rows, which is the limit on the time 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, Policy, Verb
 from hybridattn.policies.fixed import shares
 
 MARGIN = 0.8
+_NEVER_NS = 1 << 62
 _SLACK_NS = 20_000  # a wait is given this much beyond the prediction, and a quarter of it
 
 
@@ -109,13 +112,13 @@ class Rule(Policy):
         if cohort.ready:
             return Verb.JOIN
         costs = self.costs
-        late_ns = cohort.return_ns + costs.up_ns(cohort.rows) - at.gpu_free_ns
+        late_ns = cohort.return_ns + costs.up_ns(cohort.size) - at.gpu_free_ns
         if late_ns <= 0 or cohort.number == self._waited:
             return Verb.WAIT  # the GPU's own attention takes as long, or the layout says so
-        tau = costs.linear_ns(cohort.rows)
-        starves = at.cpu_free_ns - cohort.return_ns < tau + costs.down_ns(cohort.rows)
+        tau = costs.linear_ns(cohort.size)
+        starves = at.cpu_free_ns - cohort.return_ns < tau + costs.down_ns(cohort.size)
         if late_ns < min(tau, self._budget_ns) and starves:
-            if self._net * cohort.rows / at.num_layers > MARGIN * self._lambda * late_ns:
+            if self._net * cohort.size / at.num_layers > MARGIN * self._lambda * late_ns:
                 self._budget_ns -= late_ns
                 return Verb.WAIT
         return Verb.SKIP
@@ -125,41 +128,61 @@ class Rule(Policy):
             return None
         return max(0, cohort.return_ns - at.now_ns) * 5 // 4 + _SLACK_NS
 
-    def detour(self, cohorts: tuple[CohortView, ...], at: LayerView) -> int | None:
-        costs, now_ns = self.costs, at.gpu_free_ns
-        backlog = max(0, at.cpu_free_ns - now_ns)
-        layer_ns = costs.linear_ns(at.tokens) + costs.attention_ns(at.gpu_rows, at.gpu_keys)
-        if backlog >= 2 * layer_ns:  # the CPU has enough to do; so it will until then
-            self.quiet_until_ns = at.now_ns + backlog - 2 * layer_ns
-            return None
-        feed_ns = min(_until_fed(c, at, now_ns, layer_ns) for c in cohorts)
-        best, chosen, price_ns = 0.0, None, 0
-        for number, layer, rows, keys in _ready_by_layer(cohorts, at.layer + 1):
-            last = layer == at.num_layers - 1
-            tau = costs.last_ns(rows) if last else costs.linear_ns(rows)
-            if tau > self._budget_ns:
+    def rests(self, at: LayerView) -> bool:
+        """The CPU has enough to do; so it will until then."""
+        layer_ns = self.costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys)
+        more_ns = max(0, at.cpu_free_ns - at.gpu_free_ns) - 2 * layer_ns
+        if more_ns < 0:
+            return False
+        self.quiet_until_ns = at.now_ns + more_ns
+        return True
+
+    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
+        costs, num_layers = self.costs, at.num_layers
+        backlog = max(0, at.cpu_free_ns - at.gpu_free_ns)
+        feed_ns = _until_fed(cohorts, at, costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_keys))
+        net, omega, price, left_ns = self._net, self.omega, MARGIN * self._lambda, self._budget_ns
+        best, chosen, cost_ns = 0.0, None, 0
+        for layer, (number, rows, keys) in _ready_by_layer(cohorts, at.layer + 1).items():
+            most = net * rows / num_layers  # if all of its CPU time counts
+            if most <= best:
                 continue
-            job = costs.cpu_ns(rows, keys)
-            idle = min(max(feed_ns - max(backlog, tau + costs.down_ns(rows)), 0), job)
-            worth = self.omega + (1 - self.omega) * idle / job if job else self.omega
-            gain = self._net * worth * rows / at.num_layers - MARGIN * self._lambda * tau
+            tau = costs.last_ns(rows) if layer == num_layers - 1 else costs.linear_ns(rows)
+            if tau > left_ns or most - price * tau <= best:
+                continue
+            worth = omega
+            if feed_ns > backlog and feed_ns > tau:  # else the CPU does not idle
+                idle = feed_ns - max(backlog, tau + costs.down_ns(rows))
+                if idle > 0 and (job := costs.cpu_ns(rows, keys)):
+                    worth += (1 - worth) * min(idle, job) / job
+            gain = net * worth * rows / num_layers - price * tau
             if gain > best:
-                best, chosen, price_ns = gain, number, tau
-        self._budget_ns -= price_ns
+                best, chosen, cost_ns = gain, number, tau
+        self._budget_ns = left_ns - cost_ns
         return chosen
 
 
-def _ready_by_layer(cohorts: tuple[CohortView, ...], apart_from: int) -> list[tuple[int, int, int, int]]:
-    """(number of one of them, layer, rows, keys) of the ready cohorts at each layer: they share a detour."""
-    found: dict[int, tuple[int, int, int, int]] = {}
+def _ready_by_layer(cohorts: Sequence[CohortView], apart_from: int) -> dict[int, tuple[int, int, int]]:
+    """(number of one of them, rows, keys) of the ready cohorts at each layer: they share a detour."""
+    found: dict[int, tuple[int, int, int]] = {}
     for c in cohorts:
-        if c.ready and c.layer != apart_from:
-            number, _, rows, keys = found.get(c.layer, (c.number, c.layer, 0, 0))
-            found[c.layer] = number, c.layer, rows + c.rows, keys + c.keys
-    return list(found.values())
+        if c.ready and (layer := c.layer) != apart_from:
+            if layer in found:
+                number, rows, keys = found[layer]
+                found[layer] = number, rows + c.size, keys + c.keys
+            else:
+                found[layer] = c.number, c.size, c.keys
+    return found
 
 
-def _until_fed(cohort: CohortView, at: LayerView, now_ns: int, layer_ns: int) -> int:
-    """Time until the cohort has returned and the GPU comes by its layer."""
-    away = (cohort.layer - at.layer - 1) % at.num_layers
-    return max(cohort.return_ns - now_ns, away * layer_ns)
+def _until_fed(cohorts: Sequence[CohortView], at: LayerView, layer_ns: int) -> int:
+    """Time until some cohort has returned and the GPU comes by its layer."""
+    comes, num_layers, now_ns = at.layer + 1, at.num_layers, at.gpu_free_ns
+    fed_ns = _NEVER_NS
+    for c in cohorts:
+        back_ns = c.return_ns
+        if back_ns < fed_ns:
+            passes_ns = now_ns + (c.layer - comes) % num_layers * layer_ns
+            if passes_ns < fed_ns:
+                fed_ns = passes_ns if passes_ns > back_ns else back_ns
+    return fed_ns - now_ns

@@ -233,13 +233,12 @@ class Engine:
 
     def _pass_view(self, now_ns: int, batch: Batch | None) -> PassView:
         """What a policy that plans sees before each pass."""
-        decoding = [s.start + 1 for s in batch.segments if not s.prefill] if batch is not None else []
         rows, keys = self.scheduler.cpu_load()
         return PassView(
             number=self.executor.pass_number,
             now_ns=now_ns,
-            gpu_rows=len(decoding),
-            gpu_keys=sum(decoding),
+            gpu_rows=batch.num_decodes if batch is not None else 0,
+            gpu_keys=batch.decode_keys if batch is not None else 0,
             cpu_rows=rows,
             cpu_keys=keys,
             prefill_tokens=batch.prefill_tokens if batch is not None else 0,

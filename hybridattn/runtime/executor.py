@@ -87,12 +87,14 @@ class Executor:
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
         self._tally.begin(self.device.now_ns())
+        self._fleet.begin_pass()
         if view is not None:
             self.policy.begin(view)
         if batch is not None:
             self._tally.hold(batch)
+            self._verbs.begin(batch)
         launched = self._launch(idle, batch) if idle else []
-        self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum(len(c.rows) for c in self.cohorts)
+        self._tally.cohorts, self._tally.cpu_rows = len(self.cohorts), sum([c.size for c in self.cohorts])
         if batch is not None:
             self.stages.begin(batch)
         if batch is not None or launched:
@@ -133,14 +135,14 @@ class Executor:
         submit, submitter, verbs = self.device.submit, self._submitter, self._verbs
         cohorts, standing, last = self.cohorts, self._fleet.standing, self.stages.num_layers - 1
         copies = batch.handed_down
+        alone = self._stretch is not None and not copies  # layers may be passed in one step
         attended: Ticket | None = None
         layer = 0
         while layer <= last:
-            if self._stretch is not None and not copies and layer < last:
+            if alone and layer < last:
                 passed, ticket = self._pass_alone(layer, batch)
-                if ticket is not None:
+                if ticket is not None:  # the next layer is one at which something is decided
                     layer, made = layer + passed, ticket
-                    continue
             before: tuple[Ticket, ...] = (made,)  # each op names the one before it, so that a failure ends the pass
             if copies:
                 submitter.hand_down(layer, copies, made)
@@ -150,22 +152,23 @@ class Executor:
             joined = verbs.join(here, layer, batch, made) if here else []
             made = submitter.linear(layer, batch, joined, attended)
             if verbs.takes_detours and cohorts:
-                verbs.detours(layer, batch, attended, joined)
+                verbs.detours(layer, attended, joined)
             self._bound_run_ahead(made)
             layer += 1
 
     def _pass_alone(self, layer: int, batch: Batch) -> tuple[int, Ticket | None]:
         """Layers at which nobody stands and nothing is decided, as one priced step of a device that resolves times."""
-        last = self.stages.num_layers - 1
-        count = self._fleet.next_layer(layer, last) - layer
-        until_ns = None
-        if self._verbs.takes_detours and self.cohorts:
+        if layer in self._fleet.standing:
+            return 0, None
+        until_ns, cohorts = None, self._fleet.cohorts
+        if self._verbs.takes_detours and cohorts:
             if self.policy.detours_wait or self.device.poll_ns:  # type: ignore[attr-defined]
                 return 0, None
-            until_ns = max(min([c.ticket.end_ns for c in self.cohorts]), self.policy.quiet_until_ns)  # type: ignore[union-attr]
-        if count <= 0:
-            return 0, None
+            until_ns = max(min([c.ticket.end_ns for c in cohorts]), self.policy.quiet_until_ns)
+            if until_ns <= self.device.gpu_free_ns:  # type: ignore[attr-defined]
+                return 0, None  # the GPU does not even come to the next attention before that
         assert self._stretch is not None
+        count = self._fleet.next_layer(layer, self.stages.num_layers - 1) - layer
         attention, linear = self.stages.attention(layer, batch), self.stages.linear(layer, batch, ())
         return self._stretch(attention, linear, count, self._ahead, self._run_ahead, self._timeout_ns, until_ns)
 
@@ -183,25 +186,23 @@ class Executor:
         launched: list[Cohort] = []
         rest = list(idle)
         for size in sizes:
-            cohort = self._fleet.launch(rest, size, self._tally.number)
+            cohort = self._fleet.launch(rest, size)
             if cohort is None:
                 break
-            rest = rest[len(cohort.rows) :]
+            rest = rest[cohort.size :]
             launched.append(cohort)
         return launched
 
     def _launch_view(self, idle: Sequence[CpuRow], batch: Batch | None) -> LaunchView:
-        segments = () if batch is None else batch.segments
-        prefill = tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments if s.prefill])
         return LaunchView(
             len(idle),
             len(self.cohorts),
-            len(segments),
+            len(batch.segments) if batch is not None else 0,
             tuple([r.position + 1 for r in idle]),
             self._tally.gpu_keys,
-            prefill,
+            batch.chunks if batch is not None else (),
             self._fleet.next_number,
-            tuple([(c.number, len(c.rows)) for c in self.cohorts]),
+            tuple([(c.number, c.size) for c in self.cohorts]),
         )
 
     # -- the end of a pass -------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ _KIND = "decode_attention"
 class Forecast:
     """Predicted returns of the cohorts in flight of one executor."""
 
-    __slots__ = ("_correction", "_costs", "_priced_ns", "_return_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+    __slots__ = ("_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._correction = Correction(weight=0.2)
-        self._priced_ns: dict[int, int] = {}
-        self._return_ns: dict[int, int] = {}
+        self._away: dict[int, Cohort] = {}  # not known to be back
+        self._prices_ns: dict[int, tuple[int, int]] = {}  # of a cohort's attention at a layer, and of its copy down
         self.cpu_factor = 1.0
         self.cpu_free_ns = 0
         self.gpu_free_ns = 0
@@ -35,43 +35,42 @@ class Forecast:
     def linear_ns(self, rows: int) -> int:
         return self._costs.linear_ns(rows)
 
-    def attention_ns(self, batch: Batch, keys: int) -> int:
-        """GPU attention of the pass's rows at one layer; ``keys`` are those of its decode rows."""
-        prefill = [(s.num_tokens, s.start + s.num_tokens) for s in batch.segments if s.prefill]
-        return self._costs.attention_ns(len(batch.segments) - len(prefill), keys, prefill)
+    def attention_ns(self, batch: Batch) -> int:
+        """GPU attention of the pass's rows at one layer."""
+        return self._costs.attention_ns(batch.num_decodes, batch.decode_keys, batch.chunks)
 
     def gpu_works(self, now_ns: int, rows: int) -> None:
         """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
         self.gpu_free_ns = max(self.gpu_free_ns, now_ns) + self._costs.linear_ns(rows)
 
-    def sent(self, cohort: Cohort, keys: int, now_ns: int) -> None:
+    def sent(self, cohort: Cohort, now_ns: int) -> None:
         """The cohort's q, k, v go down as soon as the GPU is through, and its attention follows."""
-        rows = len(cohort.rows)
-        priced = self._costs.cpu_ns(rows, keys)
-        start = max(self.cpu_free_ns, max(now_ns, self.gpu_free_ns) + self._costs.down_ns(rows))
-        self.cpu_free_ns = start + int(priced * self.cpu_factor)
-        self._priced_ns[cohort.number] = priced
-        self._return_ns[cohort.number] = self.cpu_free_ns
+        prices_ns = self._prices_ns.get(cohort.number)
+        if prices_ns is None:
+            prices_ns = self._costs.cpu_ns(cohort.size, cohort.keys), self._costs.down_ns(cohort.size)
+            self._prices_ns[cohort.number] = prices_ns
+        priced, down_ns = prices_ns
+        start = max(self.cpu_free_ns, now_ns + down_ns, self.gpu_free_ns + down_ns)
+        cohort.return_ns = self.cpu_free_ns = start + int(priced * self.cpu_factor)
+        self._away[cohort.number] = cohort
 
     def returned(self, cohort: Cohort) -> None:
         """Its ticket has ended: learn from what it took. Called once per attention; later calls teach nothing."""
-        priced = self._priced_ns.pop(cohort.number, None)
-        ticket = cohort.ticket
-        if priced is None or ticket is None:
+        if self._away.pop(cohort.number, None) is None:
             return
-        self._correction.observe(CPU, _KIND, priced, ticket.end_ns - ticket.start_ns)
-        self.cpu_factor = self._correction.factor(CPU, _KIND)
-        late_ns = ticket.end_ns - self._return_ns[cohort.number]
+        ticket, priced = cohort.ticket, self._prices_ns[cohort.number][0]
+        end_ns, took_ns = ticket.end_ns, ticket.end_ns - ticket.start_ns
+        if took_ns != priced or self.cpu_factor != 1.0:  # else there is nothing to learn
+            self._correction.observe(CPU, _KIND, priced, took_ns)
+            self.cpu_factor = self._correction.factor(CPU, _KIND)
+        late_ns = end_ns - cohort.return_ns
         if late_ns:  # what is queued behind it shifts as well
             self.cpu_free_ns += late_ns
-            for number in self._priced_ns:
-                self._return_ns[number] += late_ns
-        self._return_ns[cohort.number] = ticket.end_ns
-
-    def return_ns(self, cohort: Cohort) -> int:
-        """When its attention is, or was, back."""
-        return self._return_ns[cohort.number]
+            for other in self._away.values():
+                other.return_ns += late_ns
+            cohort.return_ns = end_ns
 
     def forget(self, cohort: Cohort) -> None:
-        self._priced_ns.pop(cohort.number, None)
-        self._return_ns.pop(cohort.number, None)
+        """It is through, or rows of it died."""
+        self._away.pop(cohort.number, None)
+        self._prices_ns.pop(cohort.number, None)

@@ -43,21 +43,20 @@ class PricedStages:
         self.replan(cohort)
 
     def replan(self, cohort: Cohort) -> None:
-        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
-        rows = len(cohort.rows)
-        attention = self.cost.decode_attention(len(keys), sum(keys))
+        rows = cohort.size
+        attention = self.cost.decode_attention(rows - len(cohort.dead), cohort.keys)
         self._attending[cohort.number] = self.cost.send(rows), attention, self.cost.fetch(rows)
 
     def finish(self, cohort: Cohort) -> None:
         del self._attending[cohort.number]
 
     def attention(self, layer: int, batch: Batch) -> Op:
-        return Op("attention", GPU, self._attention, layer=layer)
+        return Op("attention", GPU, self._attention, None, layer)
 
     def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
         count = self._tokens if batch is not None else 0
         for cohort in cohorts:
-            count += len(cohort.rows)
+            count += cohort.size
         exposed = self._exposed is not None and bool(self._attending)
         if layer < self.num_layers - 1:
             op = self._linear.get((layer, count, exposed))
@@ -65,8 +64,8 @@ class PricedStages:
                 work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
                 op = self._linear[layer, count, exposed] = Op("linear", GPU, self._with(work, exposed), layer=layer)
             return op
-        rows = sum(len(c.rows) for c in cohorts)
-        sampled = rows + (sum(s.samples for s in batch.segments) if batch is not None else 0)
+        rows = sum([c.size for c in cohorts])
+        sampled = rows + (sum([s.samples for s in batch.segments]) if batch is not None else 0)
         return Op("linear+sample", GPU, self._with(self.cost.last(count, sampled), exposed), layer=layer)
 
     def _with(self, work: Work, exposed: bool) -> Work:
@@ -91,15 +90,15 @@ class PricedStages:
 
     def send(self, cohort: Cohort) -> Op:
         work = self._attending[cohort.number][0]
-        return Op("send q,k,v", D2H, work, layer=cohort.layer, requests=cohort.requests)
+        return Op("send q,k,v", D2H, work, None, cohort.layer, cohort.requests)
 
     def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
         work = self._attending[cohort.number][1]
-        return Op("attention", CPU, work, layer=cohort.layer, requests=cohort.requests, priority=priority)
+        return Op("attention", CPU, work, None, cohort.layer, cohort.requests, priority)
 
     def fetch(self, cohort: Cohort) -> Op:
         work = self._attending[cohort.number][2]
-        return Op("fetch out", H2D, work, layer=cohort.layer, requests=cohort.requests)
+        return Op("fetch out", H2D, work, None, cohort.layer, cohort.requests)
 
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
         """K,V of a whole request goes from ``blocks`` of tier ``source`` to its blocks of the other."""

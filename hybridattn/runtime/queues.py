@@ -56,6 +56,7 @@ class Queues:
 
     def step_out(self, request: Request) -> None:
         """A running request does nothing for now."""
+        request.row = None
         for queue in (self.prefilling, self.decoding, self.idle):
             _discard(queue, request)
 
@@ -66,6 +67,7 @@ class Queues:
 
     def returned(self, request: Request) -> None:
         """A CPU row got its token and goes on: it waits for the next launch."""
+        request.row = None
         at = bisect_left(self.idle, arrival(request), key=arrival)
         if at == len(self.idle) or self.idle[at] is not request:
             self.idle.insert(at, request)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from hybridattn.core.records import RequestRecord
-from hybridattn.core.stages import GPU_TIER
+from hybridattn.core.stages import GPU_TIER, CpuRow
 
 
 class State(Enum):
@@ -67,6 +67,7 @@ class Request:
         "preemptions",
         "request_id",
         "requeue",
+        "row",
         "scheduled_ns",
         "session",
         "state",
@@ -101,6 +102,7 @@ class Request:
         self.blocks: list[int] = []
         self.num_computed = 0
         self.in_flight = False  # one of its rows belongs to a cohort
+        self.row: CpuRow | None = None  # the next one, once its page is there, while it waits on the CPU tier
         self.requeue = False  # LEAVING because of preemption, not of an end
         self.preemptions = 0
         self.scheduled_ns: int | None = None

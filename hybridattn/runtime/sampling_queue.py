@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.stages import Batch, Cohort, Sampled, Segment
-from hybridattn.runtime.fleet import Fleet, request_of
+from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.request import Request, State
 from hybridattn.runtime.tally import Tally
 
@@ -34,7 +34,7 @@ class SamplingQueue:
 
     def add(self, ticket: Ticket, batch: Batch | None, cohorts: Sequence[Cohort]) -> None:
         """``ticket`` will bring a token for each sampling segment of ``batch``, then for each row of ``cohorts``."""
-        segments = tuple(s for s in batch.segments if s.samples) if batch is not None else ()
+        segments = tuple([s for s in batch.segments if s.samples]) if batch is not None else ()
         self._queued.append((ticket, segments, tuple(cohorts)))
 
     def collect(self) -> list[Sampled]:
@@ -46,7 +46,8 @@ class SamplingQueue:
             owners: list[Request | None] = [s.request for s in segments]  # type: ignore[misc]
             self._tally.gpu_made += len(owners)
             for cohort in cohorts:
-                owners += [None if i in cohort.dead else request_of(r) for i, r in enumerate(cohort.rows)]
+                dead = cohort.dead
+                owners += [None if i in dead else r.request for i, r in enumerate(cohort.rows)]  # type: ignore[misc]
                 self._fleet.close(cohort)
             for i, owner in enumerate(owners):
                 if owner is not None and self._keeps(owner):

@@ -133,15 +133,22 @@ class Scheduler:
         return Plan(Batch(tuple(segments)) if segments else None, idle, tuple(swaps.begun))
 
     def _idle_rows(self) -> tuple[CpuRow, ...]:
-        """CPU rows that may be launched, oldest request first, as many as the policy wants to see."""
+        """CPU rows that may be launched, oldest request first, as many as the policy wants to see.
+
+        Most waited already when the pass before was planned: their rows are made and their pages are there.
+        """
         self._queues.drop_launched()
         cap, reserve = self.policy.launch_cap, self._reservation.newest
         rows: list[CpuRow] = []
         for r in tuple(self._queues.idle):
             if cap is not None and len(rows) >= cap:
                 break
-            if r.state is State.DECODE and reserve(r):
-                rows.append(CpuRow(r, len(r.token_ids) - 1))
+            row = r.row
+            if row is None:
+                if r.state is not State.DECODE or not reserve(r):
+                    continue
+                row = r.row = CpuRow(r, len(r.token_ids) - 1)
+            rows.append(row)
         return tuple(rows)
 
     def passed(self, batch: Batch) -> None:

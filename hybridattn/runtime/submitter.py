@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.stages import GPU_TIER, Batch, Cohort, Segment, Stages
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.fleet import Fleet, ticket_of
+from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.request import Request
 from hybridattn.runtime.sampling_queue import SamplingQueue
@@ -55,37 +55,39 @@ class Submitter:
         self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort], attended: Ticket | None = None
     ) -> Ticket:
         """post(layer) and pre(layer + 1) for the rows present; then the cohorts' next attention goes to the CPU."""
-        submit = self._device.submit
         after: tuple[Ticket, ...] = () if attended is None else (attended,)
         if cohorts and layer >= 0:
-            after += tuple([submit(self._stages.fetch(c), (ticket_of(c),)) for c in cohorts])
-        ticket = submit(self._stages.linear(layer, batch, cohorts), after)
-        last = layer == self._last
-        if last:
+            after += tuple([self._fetch(c) for c in cohorts])
+        ticket = self._device.submit(self._stages.linear(layer, batch, cohorts), after)
+        if layer == self._last:
             self._sampling.add(ticket, batch, cohorts)
-        for cohort in cohorts:
-            if layer >= 0:
-                self._tally.layers_advanced += 1
-                self._tally.row_layers += len(cohort.rows)
-                self._fleet.depart(cohort)
-            if last:
-                self._fleet.cohorts.remove(cohort)
-            else:
-                self._send_down(cohort, layer + 1, ticket)
+            for cohort in cohorts:
+                self._fleet.land(cohort)
+        elif cohorts:
+            self._send_down(cohorts, layer + 1, ticket)
         return ticket
 
-    def _send_down(self, cohort: Cohort, layer: int, made: Ticket) -> None:
-        """q, k, v of the cohort go down and its attention of ``layer`` is queued behind the copy."""
-        if self._fleet.bury(cohort):
-            return
-        self._fleet.stand(cohort, layer)
-        cohort.submitted_pass = self._tally.number
-        cohort.submitted_ns = self._device.now_ns()
-        self._last_down = down = self._device.submit(self._stages.send(cohort), (made,))
-        priority = self._policy.priority_of(cohort.number)
-        cohort.ticket = self._device.submit(self._stages.cpu_attention(cohort, priority), (down,))
-        if self._forecast is not None:
-            self._forecast.sent(cohort, self._fleet.keys[cohort.number], cohort.submitted_ns)
+    def _fetch(self, cohort: Cohort) -> Ticket:
+        """The cohort leaves its layer: what its attention brought goes up."""
+        tally = self._tally
+        tally.layers_advanced += 1
+        tally.row_layers += cohort.size
+        self._fleet.depart(cohort)
+        return self._device.submit(self._stages.fetch(cohort), (cohort.ticket,))
+
+    def _send_down(self, cohorts: Sequence[Cohort], layer: int, made: Ticket) -> None:
+        """q, k, v of cohorts go down and their attention of ``layer`` is queued behind the copies."""
+        device, fleet, stages, forecast = self._device, self._fleet, self._stages, self._forecast
+        submit, priority_of = device.submit, self._policy.priority_of
+        for cohort in cohorts:
+            if fleet.bury(cohort):
+                continue
+            fleet.stand(cohort, layer)
+            cohort.submitted_ns = now_ns = device.now_ns()
+            self._last_down = down = submit(stages.send(cohort), (made,))
+            cohort.ticket = submit(stages.cpu_attention(cohort, priority_of(cohort.number)), (down,))
+            if forecast is not None:
+                forecast.sent(cohort, now_ns)
 
     def hand_down(self, layer: int, segments: Sequence[Segment], made: Ticket) -> None:
         """K,V of this layer of prompts of the CPU tier go down."""

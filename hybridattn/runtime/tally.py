@@ -30,7 +30,7 @@ class Tally:
 
     def hold(self, batch: Batch) -> None:
         """The GPU rows of the pass are those of ``batch``."""
-        self.gpu_keys = sum([s.start + 1 for s in batch.segments if not s.prefill])
+        self.gpu_keys = batch.decode_keys
         self.gpu_tokens = batch.num_tokens
 
     def record(self, end_ns: int, batch: Batch | None) -> PassRecord:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from hybridattn.core.device import Device, Ticket
 from hybridattn.core.errors import StallError
 from hybridattn.core.stages import Batch, Cohort
-from hybridattn.policies.base import CohortView, LayerView, Policy, Verb
-from hybridattn.runtime.fleet import Fleet, ticket_of
+from hybridattn.policies.base import LayerView, Policy, Verb
+from hybridattn.runtime.fleet import Fleet
 from hybridattn.runtime.forecast import Forecast
 from hybridattn.runtime.submitter import Submitter
 from hybridattn.runtime.tally import Tally
@@ -23,8 +23,7 @@ class Verbs:
     """Asks the policy, polls and waits for cohorts. ``takes_detours``: the policy may want one at all."""
 
     __slots__ = (
-        "_device", "_fleet", "_forecast", "_num_layers", "_policy", "_submitter", "_tally", "_timeout_ns",
-        "takes_detours",
+        "_at", "_device", "_fleet", "_forecast", "_policy", "_submitter", "_tally", "_timeout_ns", "takes_detours",
     )  # fmt: skip
 
     def __init__(
@@ -44,50 +43,56 @@ class Verbs:
         self._tally = tally
         self._forecast = forecast
         self._submitter = submitter
-        self._num_layers = num_layers
         self._timeout_ns = timeout_ns
+        self._at = LayerView(0, num_layers, 0, 0)
         self.takes_detours = type(policy).detour is not Policy.detour
+
+    def begin(self, batch: Batch) -> None:
+        """A pass of ``batch`` begins: what stays the same at all its layers."""
+        self._at.gpu_rows, self._at.gpu_keys = len(batch.segments), self._tally.gpu_keys
 
     def join(self, here: list[Cohort], layer: int, batch: Batch, made: Ticket) -> list[Cohort]:
         """Of the cohorts ``here``, those that enter the linear stage of ``layer`` together with the GPU rows."""
         forecast = self._forecast
         if forecast is None:
-            return [c for c in tuple(here) if self._ask(c, layer, batch, made)]
+            return [c for c in tuple(here) if self._ask(c, layer, made)]
         made.wait(self._timeout_ns)  # predictions start from where the GPU is
-        forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch, self._tally.gpu_keys)
-        joined = [c for c in tuple(here) if self._ask(c, layer, batch, made)]
-        forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([len(c.rows) for c in joined]))
+        forecast.gpu_free_ns = self._device.now_ns() + forecast.attention_ns(batch)
+        joined = [c for c in tuple(here) if self._ask(c, layer, made)]
+        forecast.gpu_works(self._device.now_ns(), self._tally.gpu_tokens + sum([c.size for c in joined]))
         return joined
 
-    def detours(self, layer: int, batch: Batch, attended: Ticket, joined: list[Cohort]) -> None:
+    def detours(self, layer: int, attended: Ticket, joined: list[Cohort]) -> None:
         """Linear stages of cohorts elsewhere, as long as the policy wants them.
 
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
         """
         attended.wait(self._timeout_ns)
-        tokens = self._tally.gpu_tokens + sum([len(c.rows) for c in joined])
+        tokens = self._tally.gpu_tokens
+        for c in joined:
+            tokens += c.size
         if self._forecast is not None:
             self._forecast.gpu_free_ns = self._device.now_ns() + self._forecast.linear_ns(tokens)
-        policy, cohorts, after = self._policy, self._fleet.cohorts, layer + 1
+        policy, fleet, after = self._policy, self._fleet, layer + 1
+        cohorts, standing = fleet.cohorts, fleet.standing
         while self._device.now_ns() >= policy.quiet_until_ns:
-            ready = [c.ticket.done() for c in cohorts]  # type: ignore[union-attr]
-            for c, r in zip(cohorts, ready, strict=True):
-                if c.layer != after and (r or policy.detours_wait):
-                    break
-            else:
+            possible = policy.detours_wait and len(cohorts) > len(standing.get(after, ()))
+            for c in cohorts:
+                c.ready = ready = c.ticket.done()
+                if ready and c.layer != after:
+                    possible = True
+            if not possible:
                 return
-            at = self._where(layer, batch, tokens)
-            views = tuple([self._view(c, r) for c, r in zip(cohorts, ready, strict=True)])
-            chosen = policy.detour(views, at)
+            at = self._where(layer, tokens)
+            chosen = None if policy.rests(at) else policy.detour(cohorts, at)
             if chosen is None:
                 return
-            where = next(i for i, v in enumerate(views) if v.number == chosen)
-            if not ready[where] and not self._wait(cohorts[where], views[where], at):
+            one = fleet.by_number[chosen]
+            if not one.ready and not self._wait(one, at):
                 return
-            chosen_one = cohorts[where]
-            ready[where] = False
-            beside = [c for c, r in zip(cohorts, ready, strict=True) if r and c.layer == chosen_one.layer]
-            self._detour([chosen_one, *beside])
+            alone = len(standing[one.layer]) == 1
+            beside = [] if alone else [c for c in cohorts if c.ready and c.layer == one.layer and c is not one]
+            self._detour([one, *beside])
 
     def _detour(self, cohorts: list[Cohort]) -> None:
         """Cohorts at one layer share a detour: its weights are read once for all of them."""
@@ -95,7 +100,7 @@ class Verbs:
             self._poll(cohort)
         self._tally.detours += len(cohorts)
         if self._forecast is not None:
-            self._forecast.gpu_works(self._device.now_ns(), sum([len(c.rows) for c in cohorts]))
+            self._forecast.gpu_works(self._device.now_ns(), sum([c.size for c in cohorts]))
         self._submitter.linear(cohorts[0].layer, None, cohorts)
 
     def round(self) -> None:
@@ -103,7 +108,7 @@ class Verbs:
         cohorts = self._fleet.cohorts
         if not cohorts:
             return
-        self._device.wait_any([ticket_of(c) for c in cohorts], self._timeout_ns)
+        self._device.wait_any([c.ticket for c in cohorts], self._timeout_ns)
         by_layer: dict[int, list[Cohort]] = {}
         for cohort in cohorts:
             if self._poll(cohort):
@@ -111,23 +116,23 @@ class Verbs:
         for layer, ready in by_layer.items():
             self._tally.detours += len(ready)
             if self._forecast is not None:
-                self._forecast.gpu_works(self._device.now_ns(), sum(len(c.rows) for c in ready))
+                self._forecast.gpu_works(self._device.now_ns(), sum([c.size for c in ready]))
             self._submitter.linear(layer, None, ready)
 
     # -- one cohort --------------------------------------------------------------------------------------------------
 
-    def _ask(self, cohort: Cohort, layer: int, batch: Batch, made: Ticket) -> bool:
+    def _ask(self, cohort: Cohort, layer: int, made: Ticket) -> bool:
         """True when the cohort enters the linear stage of ``layer`` together with the GPU rows.
 
         If it is not ready yet, the poll is put off until the GPU has come to its attention of this layer (``made`` has
         ended): the driver then is less than a layer ahead, and the GPU still has that attention to do meanwhile.
         """
-        if not ticket_of(cohort).done():
+        if not cohort.ticket.done():
             made.wait(self._timeout_ns)
         ready = self._poll(cohort)
-        view, at = self._view(cohort, ready), self._where(layer, batch, self._tally.gpu_tokens)
-        verb = self._policy.ask(view, at)
-        if verb is Verb.SKIP or not (ready or self._wait(cohort, view, at)):
+        at = self._where(layer, self._tally.gpu_tokens)
+        verb = self._policy.ask(cohort, at)
+        if verb is Verb.SKIP or not (ready or self._wait(cohort, at)):
             self._tally.skips += 1
             return False
         self._tally.joins += 1
@@ -135,11 +140,12 @@ class Verbs:
 
     def _poll(self, cohort: Cohort) -> bool:
         """Ask whether the cohort's attention has ended; raises its error, and StallError past the time-out."""
-        ticket = ticket_of(cohort)
+        ticket = cohort.ticket
         self._tally.polls_made += 1
         if ticket.done():
             if ticket.error is not None:
                 ticket.wait(0)  # raises with the op's name
+            cohort.ready = True
             self._tally.polls_hit += 1
             if self._forecast is not None:
                 self._forecast.returned(cohort)
@@ -148,11 +154,10 @@ class Verbs:
             raise StallError(f"{ticket.op.describe()} did not end within {self._timeout_ns / 1e9:g} s")
         return False
 
-    def _wait(self, cohort: Cohort, view: CohortView, at: LayerView) -> bool:
+    def _wait(self, cohort: Cohort, at: LayerView) -> bool:
         """Wait for the cohort within the policy's patience; False when that passed first."""
         self._tally.waits += 1
-        patience_ns = self._policy.patience_ns(view, at)
-        ticket = ticket_of(cohort)
+        patience_ns, ticket = self._policy.patience_ns(cohort, at), cohort.ticket
         if patience_ns is None or patience_ns >= self._timeout_ns:
             ticket.wait(self._timeout_ns)
         elif not ticket.done():
@@ -164,28 +169,13 @@ class Verbs:
             self._forecast.returned(cohort)
         return True
 
-    # -- what the policy sees ----------------------------------------------------------------------------------------
-
-    def _view(self, cohort: Cohort, ready: bool) -> CohortView:
-        return CohortView(
-            cohort.number,
-            len(cohort.rows),
-            cohort.layer,
-            ready,
-            cohort.submitted_pass == self._tally.number,
-            self._device.now_ns() - cohort.submitted_ns,
-            self._fleet.keys[cohort.number],
-            self._forecast.return_ns(cohort) if self._forecast is not None else 0,
-        )
-
-    def _where(self, layer: int, batch: Batch, tokens: int) -> LayerView:
-        return LayerView(
-            layer,
-            self._num_layers,
-            len(batch.segments),
-            self._device.now_ns(),
-            self._tally.gpu_keys,
-            tokens,
-            self._forecast.gpu_free_ns if self._forecast is not None else 0,
-            self._forecast.cpu_free_ns if self._forecast is not None else 0,
-        )
+    def _where(self, layer: int, tokens: int) -> LayerView:
+        """What the policy sees of the GPU: one object, brought up to date."""
+        at = self._at
+        at.layer = layer
+        at.now_ns = self._device.now_ns()
+        at.tokens = tokens
+        if self._forecast is not None:
+            at.gpu_free_ns = self._forecast.gpu_free_ns
+            at.cpu_free_ns = self._forecast.cpu_free_ns
+        return at

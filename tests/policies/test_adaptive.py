@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seen import Seen
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.catalog import shape
@@ -14,7 +15,7 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.policies.adaptive import PATIENCE_PASSES, SETTLE_PASSES, WINDOW, Adaptive, Auto
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, PassView, RequestView, TierView, Verb
+from hybridattn.policies.base import LaunchView, LayerView, PassView, RequestView, TierView, Verb
 from hybridattn.policies.layouts import Layout, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.rule import Rule
@@ -51,7 +52,7 @@ def planner(scores, default=100.0, **options):
 
 
 def ready(number=0, rows=40, layer=9, is_ready=True, return_ns=0):
-    return CohortView(number, rows, layer, is_ready, False, 0, rows * 1000, return_ns)
+    return Seen(number, rows, layer, is_ready, keys=rows * 1000, return_ns=return_ns)
 
 
 def at(layer=3, gpu_free_us=1000, cpu_free_us=0):
@@ -77,7 +78,7 @@ def test_a_wait_needs_a_starving_cpu_a_short_remainder_and_a_budget():
     assert rule().ask(cohort, at(cpu_free_us=1100)) is Verb.WAIT
     assert rule().ask(cohort, at(cpu_free_us=9000)) is Verb.SKIP  # the CPU has more to do behind it
     assert rule(stretch=1e-6).ask(cohort, at(cpu_free_us=1100)) is Verb.SKIP  # no budget
-    assert rule().ask(cohort._replace(rows=1, keys=1000), at(cpu_free_us=1100)) is Verb.SKIP  # one row is not worth it
+    assert rule().ask(cohort._replace(size=1, keys=1000), at(cpu_free_us=1100)) is Verb.SKIP  # one row is not worth it
 
 
 def test_waits_are_bounded_by_the_prediction():
@@ -90,7 +91,7 @@ def test_waits_are_bounded_by_the_prediction():
 def test_a_large_cohort_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():
     assert rule(omega=0.5).detour((ready(rows=40),), at()) == 0
     assert rule(omega=0.5).detour((ready(rows=2),), at()) is None
-    assert rule(omega=0.5).detour((ready(rows=40),), at(cpu_free_us=100_000)) is None  # it has enough to do
+    assert not rule(omega=0.5).rests(at()) and rule(omega=0.5).rests(at(cpu_free_us=100_000))  # it has enough to do
     assert rule(omega=0.5).detour((ready(rows=40, layer=4),), at()) is None  # the GPU comes by there next
     assert rule(omega=0.5, stretch=1e-6).detour((ready(rows=40),), at()) is None
 

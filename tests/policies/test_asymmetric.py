@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seen import Seen
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.catalog import shape
@@ -12,7 +13,7 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.policies.asymmetric import PATIENCE_PASSES, WIDTH, Asymmetric
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, PromptView, Verb
+from hybridattn.policies.base import LaunchView, LayerView, PromptView, Verb
 
 COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10g", "epyc-7r32-16c", "pcie4-x16"))
 
@@ -55,7 +56,7 @@ def test_riders_are_waited_for_and_followers_take_a_detour_at_every_layer():
     policy = Asymmetric(COSTS, choice="always")
     assert len(policy.launch(view(400, next_number=10))) == 2
     at = LayerView(3, 32, 24, 0)
-    rider, follower = (CohortView(n, 5, 3, False, True, 0) for n in (10, 11))
+    rider, follower = (Seen(n, 5, 3, False, True) for n in (10, 11))
     assert policy.ask(rider, at) is Verb.WAIT and policy.ask(follower, at) is Verb.SKIP
     assert policy.detour((rider._replace(layer=4), follower), at) == 11
     assert policy.detour((rider._replace(layer=4), follower._replace(layer=4)), at) is None

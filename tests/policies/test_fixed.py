@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from seen import Seen
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, RequestView, TierView, Verb
+from hybridattn.policies.base import LaunchView, LayerView, Policy, RequestView, TierView, Verb
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 from hybridattn.policies.registry import POLICIES, make_policy
 
@@ -22,7 +23,7 @@ AT = LayerView(layer=3, num_layers=8, gpu_rows=4, now_ns=0)
 
 
 def cohort(ready, same_pass=False):
-    return CohortView(number=0, rows=2, layer=3, ready=ready, same_pass=same_pass, age_ns=10)
+    return Seen(number=0, size=2, layer=3, ready=ready, same_pass=same_pass)
 
 
 def tiers(gpu, cpu):

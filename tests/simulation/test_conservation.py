@@ -137,7 +137,7 @@ def test_memory_does_not_grow_with_the_number_of_requests():
         engine = engine_for("async_overlap", 12, 12)
         Replay(engine, workload, on_record=lambda record: None).run()
         executor = engine.executor
-        kept = [engine._requests, engine._ended_requests, executor.passes, executor._fleet.keys, executor.cohorts]
+        kept = [engine._requests, engine._ended_requests, executor.passes, executor._fleet.standing, executor.cohorts]
         kept += [executor.stages._attending, executor.device._spans, executor.device._queued_skipped]
         sizes.append(([len(k) for k in kept], len(executor.stages._linear) < 200))
     assert sizes[0] == sizes[1]
