@@ -48,8 +48,9 @@ def test_conftest_refuses_bf16_in_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "test_guarded.py").write_text(GUARDED)
     support = Path(__file__).parents[1] / "support"
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {support}\nmarkers = gpu: needs a GPU\n")
+    environment = clean_environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment(), cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert "1 failed, 1 passed, 1 skipped" in done.stdout or "1 passed, 1 skipped, 1 error" in done.stdout, done.stdout
     assert "bf16 is wrong in Triton's interpreter: mark the test gpu" in done.stdout
 
