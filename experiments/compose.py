@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,14 @@ class Composed:
     """A sweep as composed: the master configuration and, per point, the overrides that tell it apart.
 
     ``given`` is what stood on the command line; ``fixed`` of it goes into every point, whose own overrides come last.
+    ``checked`` holds the points that were composed to check them, by their own overrides.
     """
 
     master: DictConfig
     given: tuple[str, ...]
     fixed: tuple[str, ...]
     points: tuple[tuple[str, ...], ...]
+    checked: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
 
     @property
     def launcher(self) -> str:
@@ -97,11 +99,14 @@ class Composer:
         axes = self._axes(master, parsed, swept)
         first = {key: values[0] for key, values in axes.items()}
         probes = [{**first, key: value} for key, values in axes.items() for value in values]
+        checked = {}
         for probe in dict.fromkeys(tuple(p.values()) for p in [first, *probes]):
-            point = self.compose((*fixed, *probe))
+            point = self.compose((*fixed, *probe)) if probe else master
             self._check_launcher(master, point, " ".join(probe))
             check(point)
-        return Composed(master, tuple(overrides), fixed, tuple(itertools.product(*axes.values())))
+            if probe:
+                checked[probe] = point
+        return Composed(master, tuple(overrides), fixed, tuple(itertools.product(*axes.values())), checked)
 
     def _parse(self, lines: Sequence[str]) -> list[Override]:
         """One override per key: the last one counts."""

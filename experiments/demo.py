@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.reference import greedy_reference
 from experiments.results import ResultFolder
 from experiments.settings import experiment
 from hybridattn import LLM, Output, SamplingParams
@@ -54,6 +53,8 @@ class PolicyRun:
 
 @experiment(DemoSettings)
 def run(settings: DemoSettings, folder: ResultFolder) -> None:
+    from experiments.reference import greedy_reference  # brings transformers: wrong settings are refused without it
+
     console = Console()
     columns = (
         TextColumn("{task.description}"),

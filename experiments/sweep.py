@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.types import HydraContext
-from omegaconf import open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -29,6 +30,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.runtime.provenance import git_commit
 
 WATCH_S = 0.2
+HERE = "basic"  # the launcher that runs points in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,21 @@ class Outcome:
     ok: int
     failed: int
     missing: int
+
+
+class ComposedOnce:
+    """Hydra's loader for a launcher of this process: a point that was composed to check it isn't composed again."""
+
+    def __init__(self, loader: ConfigLoader, composed: Composed) -> None:
+        self.loader, self.checked, self.own = loader, composed.checked, len(composed.points[0])
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """The configuration of a point; its own overrides are the last ones."""
+        kept = self.checked.pop(tuple(sweep_overrides[len(sweep_overrides) - self.own :]), None)
+        if kept is None:
+            return self.loader.load_sweep_config(master_config, sweep_overrides)
+        OmegaConf.copy_cache(from_config=master_config, to_config=kept)  # as hydra does: one time stamp for all points
+        return kept
 
 
 class Sweep:
@@ -125,7 +142,10 @@ class Sweep:
         numbers = {key: i for i, key in enumerate(self.ids)}
         own = len(self.composed.points[0])
         job = Job(str(self.folder.path.resolve()), self.composed.launcher, numbers, own, git_commit(), fail_fast)
-        context = HydraContext(config_loader=self.composer.hydra.config_loader, callbacks=Callbacks())
+        loader = self.composer.hydra.config_loader
+        if self.composed.launcher == HERE:
+            loader = ComposedOnce(loader, self.composed)
+        context = HydraContext(config_loader=loader, callbacks=Callbacks())
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
         size = workers(self.composed) if fail_fast else len(points)
         fixed = [o for o in self.composed.fixed if not o.lstrip("+~").startswith("hydra")]  # the master's hydra

@@ -216,14 +216,18 @@ def test_a_process_that_dies_does_not_stop_the_generation(profile, plain, when):
         assert said == ["planning has stopped, and the layout in use goes on: its process ended with code -9"]
 
 
-def test_an_answer_that_does_not_come_ends_the_process(profile, plain):
+def test_an_answer_that_does_not_come_ends_the_process(profile, plain, monkeypatch):
+    monkeypatch.setattr(planner_module, "read_answer", lambda line: None)  # or a busy machine looks when it is there
     with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
-        llm.planner._timeout_s = 0.0
         call = llm.start(JOBS * 4, PARAMS)
+        until(lambda: llm.planner.pid is not None, llm.engine.step)
+        pid = llm.planner.pid
+        llm.planner._timeout_s = 0.0
         with pytest.warns(RuntimeWarning, match="planning has stopped.*no answer within 0 s"):
             for _ in call.pieces():
                 pass
         assert [o.token_ids for o in call.outputs()] == plain * 4 and llm.policy.layout is None
+        assert ended(pid)
 
 
 def test_a_process_that_cannot_start_is_a_failure_and_no_more(profile, plain, monkeypatch):

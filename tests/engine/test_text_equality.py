@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -118,6 +120,7 @@ def reference_logits(real_model, prompts):
 
     models = {}
 
+    @functools.cache
     def of(name, dtype=torch.float32):
         if dtype not in models:
             models[dtype] = AutoModelForCausalLM.from_pretrained(real_model.source.folder, dtype=dtype)

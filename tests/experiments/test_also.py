@@ -78,7 +78,7 @@ def rows(tmp_path, name):
     return [json.loads(line) for line in (folder(tmp_path, name) / "rows.jsonl").read_text().splitlines()]
 
 
-def test_one_command_runs_both_and_their_rows_never_meet(tmp_path, run, capsys):
+def test_one_command_runs_both_and_their_rows_never_meet_and_one_page_holds_both(tmp_path, run, capsys):
     assert run() == 0
     out = capsys.readouterr().out
     assert "after pair comes pair_here on host: 4 points, projected 5 s" in out
@@ -90,10 +90,6 @@ def test_one_command_runs_both_and_their_rows_never_meet(tmp_path, run, capsys):
         assert json.loads((folder(tmp_path, name) / "summary.json").read_text())["source"] == kind
         assert (folder(tmp_path, name) / f"{name}.png").stat().st_size > 1000
     assert f"one page of all: python -m experiments.report {folder(tmp_path, 'pair').resolve()}" in out
-
-
-def test_one_page_holds_both_each_with_its_origin(tmp_path, run):
-    assert run() == 0
     assert report([str(folder(tmp_path, "pair"))]) == 0
     html = (folder(tmp_path, "pair") / "report.html").read_text()
     first, second = html.split('<h1 class="part">measured apples</h1>')

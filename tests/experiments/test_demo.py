@@ -19,11 +19,11 @@ def run(tmp_path, *overrides):
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path):
-    done = run(tmp_path, "+experiment=demo", "settings.max_tokens=5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("8 of 8 answers (40 token ids) equal to") == 3
-    assert "measured on host" in done.stdout
+def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, capsys):
+    assert main([f"results_root={tmp_path}", "+experiment=demo", "settings.max_tokens=5"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("8 of 8 answers (40 token ids) equal to") == 3
+    assert "measured on host" in out
     latest = tmp_path / "demo" / "latest"
     assert latest.is_symlink()
     rows = [json.loads(line) for line in (latest / "rows.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -61,11 +62,27 @@ def test_every_experiment_file_is_run_by_a_test():
 SLOW = ("capacity_host", "cpu_cores_host", "control_path_host", "sessions_host")
 
 
+@pytest.fixture(scope="module")
+def shrunk(tmp_path_factory):
+    """Runs an experiment shrunk, once; its folder."""
+
+    @functools.cache
+    def of(name):
+        root = tmp_path_factory.mktemp("shrunk")
+        assert main([f"+experiment={name}", f"results_root={root}", *SHRUNK[name]]) == 0
+        return root / name / "latest"
+
+    return of
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(SHRUNK)])
-def test_an_experiment_runs_shrunk(tmp_path, name):
-    assert main([f"+experiment={name}", f"results_root={tmp_path}", *SHRUNK[name]]) == 0
-    folder = tmp_path / name / "latest"
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+def test_an_experiment_runs_shrunk(shrunk, name):
+    folder = shrunk(name)
+    rows = rows_of(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert rows and summary["points"] == len(rows) and summary["failed"] == 0
     assert summary["source"] == rows[0]["kind"] and summary["profile"] and summary["commit"]
@@ -92,13 +109,12 @@ def test_the_simulated_ratio_finds_the_crossover_of_the_closed_form(tmp_path):
     assert summary["source"] == "simulated" and "t4" in summary["profile"]
 
 
-def test_asymmetric_pipelining_pays_from_the_rate_of_eq6_on(tmp_path):
+def test_asymmetric_pipelining_pays_from_the_rate_of_eq6_on(shrunk):
     """x = 1.5 on an A10 at 4,000 tokens: between N_C / N_G = 1/12 and 1/4 (closed form: 1/6)."""
-    main(["+experiment=rate", f"results_root={tmp_path}", *SHRUNK["rate"]])
-    rows = [json.loads(line) for line in (tmp_path / "rate/latest/rows.jsonl").read_text().splitlines()]
-    at = {(r["policy"], r["rate_ratio"]): r["tokens_per_s"] for r in rows}
+    folder = shrunk("rate")
+    at = {(r["policy"], r["rate_ratio"]): r["tokens_per_s"] for r in rows_of(folder)}
     assert at["asymmetric", 4] > at["gpu_only", 4] and at["asymmetric", 12] <= 1.001 * at["gpu_only", 12]
-    found = json.loads((tmp_path / "rate/latest/summary.json").read_text())["crossover"]
+    found = json.loads((folder / "summary.json").read_text())["crossover"]
     assert 1 / 12 <= found["low"] <= found["value"] <= found["high"] <= 1 / 4 and found["unit"] == "N_C / N_G"
 
 
@@ -125,10 +141,8 @@ def test_on_host_contexts_really_move(tmp_path, capsys):
     assert "where K,V are dropped; moved to the CPU tier and back" in capsys.readouterr().out
 
 
-def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(tmp_path):
-    main(["+experiment=overlap", f"results_root={tmp_path}", *SHRUNK["overlap"]])
-    rows = [json.loads(line) for line in (tmp_path / "overlap/latest/rows.jsonl").read_text().splitlines()]
-    by = {r["fraction"]: r for r in rows}
+def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(shrunk):
+    by = {r["fraction"]: r for r in rows_of(shrunk("overlap"))}
     assert by[0]["hidden_fraction"] is None and by[0]["exposed_ns"] == 0
     assert 0 <= by[1]["hidden_fraction"] < 0.1 < by[0.1]["hidden_fraction"] <= 1
     assert by[1]["layer_ns"] > by[0]["layer_ns"]

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from experiments.compose import CONFIGS, configs
 from experiments.run import main
+from experiments.sweep import ComposedOnce
 from hybridattn.core.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +128,27 @@ def test_H01_a_swept_config_that_chooses_a_launcher_is_refused(tmp_path):
         with pytest.raises(InputError, match="chooses the launcher joblib inside a sweep that basic launches"):
             composer.sweep(["+extra=here,there"])
         assert composer.sweep(["+extra=there"]).launcher == "joblib"  # not swept: it is what launches
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["+experiment=ratio", "policy=gpu_only,async_overlap", "settings.ratio=8,16", "repeats=2"],
+     ["+experiment=sessions", "hardware=a10", "hydra.verbose=true", "hydra.launcher={}"]],
+)  # fmt: skip
+def test_a_point_that_was_composed_to_check_it_is_what_hydra_composes_for_the_launcher(overrides):
+    with configs() as composer:
+        composed, hydra = composer.sweep(overrides), composer.hydra.config_loader
+        assert 1 < len(composed.checked) <= len(composed.points)
+        loader = ComposedOnce(hydra, composed)
+        for point in composed.points:
+            job = [*(o for o in composed.fixed if not o.startswith("hydra")), *point]
+            want = hydra.load_sweep_config(composed.master, job)
+            checked = composed.checked.get(point)
+            found = loader.load_sweep_config(composed.master, job)
+            assert (found is checked) == (checked is not None)
+            assert OmegaConf.to_container(found) == OmegaConf.to_container(want)
+            assert list(found.hydra.overrides.task) == job
+        assert not composed.checked  # each is handed out once: who runs it may change it
 
 
 def test_joblib_runs_points_in_other_processes_and_keeps_every_row(tmp_path):

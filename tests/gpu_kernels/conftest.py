@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick_interpreter import patch_once
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "1") == "1"
 
@@ -29,6 +30,7 @@ def _import_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("gpu_kernels")
     importlib.import_module("triton.experimental.gluon")  # the first launch imports it, and it asks for the variable
+    patch_once(importlib.import_module("triton.runtime.interpreter"))
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 

@@ -1,8 +1,10 @@
 """The ground that the interpreter tests stand on."""
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,34 @@ def test_the_kernels_run_in_the_mode_asked_for() -> None:
 def test_conftest_refuses_bf16_in_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_guarded.py").write_text(GUARDED)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    support = Path(__file__).parents[1] / "support"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {support}\nmarkers = gpu: needs a GPU\n")
+    environment = clean_environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environment(), cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert "1 failed, 1 passed, 1 skipped" in done.stdout or "1 passed, 1 skipped, 1 error" in done.stdout, done.stdout
     assert "bf16 is wrong in Triton's interpreter: mark the test gpu" in done.stdout
+
+
+def test_patching_once_gives_the_bits_of_patching_at_every_call(
+    make_batch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_interpreted()
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    quick = interpreter._patch_lang
+    before = {name: getattr(interpreter.tl, name) for name in dir(interpreter.tl)}
+    found = []
+    for patch in (quick, quick.slow):
+        monkeypatch.setattr(interpreter, "_patch_lang", patch)
+        for dtype in (torch.float32, torch.int8):
+            batch = make_batch([17, 0, 97], num_kv_heads=2, head_dim=48, dtype=dtype)
+            q = torch.randn(3, 6, 48, generator=torch.Generator().manual_seed(1))
+            tensors, options = batch.tensors(), {"split_tokens": 64, "logits_soft_cap": 5.0, **batch.scales}
+            out, _ = paged_decode_attention(q, *tensors, out=torch.full_like(q, torch.nan), **options)
+            found.append(out)
+            assert {name: getattr(interpreter.tl, name) for name in before} == before  # each launch restores
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert not torch.isnan(torch.stack(found)).any()
 
 
 def test_launchers_refuse_bf16_in_the_interpreter() -> None:

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 
+import hang_clock
 import pytest
 from toy_stages import reference
 
@@ -96,11 +97,18 @@ def boom(*args):
 @pytest.mark.parametrize(("target", "lane"), [("_linear", GPU), ("_last", GPU), ("send", D2H), ("fetch", H2D)])
 @pytest.mark.parametrize("kind", ["raise", "hang"])
 def test_a_fault_on_a_lane_of_the_host_ends_in_bounded_time(open_tiny, monkeypatch, target, lane, kind):
-    release = threading.Event()
-    limit_s = 0.3 if kind == "hang" else 30.0  # what raises must be heard of before any time-out, on a busy machine too
-    with open_tiny(op_timeout_s=limit_s, device_options={"close_timeout_s": limit_s}) as llm:
+    """What raises must be heard of before any time-out, and what hangs is the only op that meets one."""
+    release, clock = threading.Event(), hang_clock.install(monkeypatch)
+
+    def hang(*args):
+        clock.begin()
+        release.wait(30)
+
+    close_s = 0.3 if kind == "hang" else 30.0
+    with open_tiny(op_timeout_s=hang_clock.LIMIT_S, device_options={"close_timeout_s": close_s}) as llm:
+        hang_clock.patient_pool(llm)
         owner = llm.stages if target.startswith("_") else llm.stages.exchange
-        monkeypatch.setattr(owner, target, boom if kind == "raise" else lambda *args: release.wait(30) and None)
+        monkeypatch.setattr(owner, target, boom if kind == "raise" else hang)
         started = time.perf_counter()
         with pytest.raises(DeviceError, match=r"on lane .* of requests? r\d") as caught:
             llm.generate(TOKENS, SamplingParams(max_tokens=8))
@@ -200,10 +208,11 @@ def test_a_lane_whose_thread_cannot_start_says_so_at_its_first_op(monkeypatch, l
         device.close()
 
 
-def test_workers_that_died_are_a_stall_and_not_a_hang(open_tiny):
+def test_workers_that_died_are_a_stall_and_not_a_hang(open_tiny, monkeypatch):
     from cpu_kernels.codegen.fields import Ctl
 
-    with open_tiny(op_timeout_s=0.4, cpu_fraction=1.0, device_options={"close_timeout_s": 1.0}) as llm:
+    clock = hang_clock.install(monkeypatch)
+    with open_tiny(op_timeout_s=hang_clock.LIMIT_S, cpu_fraction=1.0) as llm:
         llm.generate(TOKENS)
         llm.take_records()
         shared = llm.device.pool._shared
@@ -212,7 +221,9 @@ def test_workers_that_died_are_a_stall_and_not_a_hang(open_tiny):
         for thread in shared.threads:
             thread.join(10)
             assert not thread.is_alive()
-        with pytest.raises(StallError, match=r"cpu.attention at layer 0 of requests r2, r3 .* within 0.4 s"):
+        submit = llm.device.pool.submit
+        llm.device.pool.submit = lambda *args, **kwargs: (submit(*args, **kwargs), clock.begin())[0]
+        with pytest.raises(StallError, match=r"cpu.attention at layer 0 of requests r2, r3 .* within 30 s"):
             llm.generate(TOKENS)
         check_broken(llm)
     check_next_one_works(open_tiny)

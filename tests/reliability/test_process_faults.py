@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import hang_clock
 import pytest
 
 from experiments.results import ResultFolder
@@ -188,10 +189,11 @@ def test_a_trace_that_cannot_be_written_raises(tmp_path):
 # -- time-outs on the host -------------------------------------------------------------------------------------------
 
 
-def test_a_hung_job_does_not_hold_up_closing_or_the_next_engine(open_tiny):
-    with open_tiny(op_timeout_s=0.3, cpu_fraction=1.0, device_options={"close_timeout_s": 2.0}) as llm:
+def test_a_hung_job_does_not_hold_up_closing_or_the_next_engine(open_tiny, monkeypatch):
+    clock = hang_clock.install(monkeypatch)
+    with open_tiny(op_timeout_s=hang_clock.LIMIT_S, cpu_fraction=1.0) as llm:
         submit = llm.device.pool.submit
-        llm.device.pool.submit = lambda *args, **kwargs: submit(*args, **kwargs, fault="hang")
+        llm.device.pool.submit = lambda *args, **kwargs: (submit(*args, **kwargs, fault="hang"), clock.begin())[0]
         with pytest.raises(StallError, match=f"on lane {CPU} at layer 0 of request r0"):
             llm.generate([[1, 2]])
     began = time.perf_counter()

@@ -5,6 +5,7 @@ A program of its own: whether Triton interprets is decided once per process, whe
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from dataclasses import replace  # noqa: E402
 
 from fake_cuda import FakeCuda  # noqa: E402
+from quick_interpreter import patch_once  # noqa: E402
 from scaled_model import scaled  # noqa: E402
 
 from hybridattn.core.trace import violations  # noqa: E402
@@ -48,6 +50,7 @@ def run(device, model, policy, moves: bool = False) -> dict:
 
 
 if __name__ == "__main__":
+    patch_once(importlib.import_module("triton.runtime.interpreter"))
     tiny = load("dummy:tiny").config
     config = replace(tiny, shape=replace(tiny.shape, num_layers=2), layer_windows=(None, 20))
     model = scaled(config)
