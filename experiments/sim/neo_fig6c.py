@@ -1,23 +1,29 @@
 """NEO Fig. 6c: latency per output token against load on a T4. ``python -m experiments.sim.neo_fig6c``.
 
-Llama-2-7B, 864 tokens of K,V on the GPU, 40,960 on the host, Poisson arrivals, lengths of the OSC trace's means (372.5
-in, 45.3 out; the trace itself is not published, so log-normal lengths stand for it). Latency is completion time over
-output tokens, the first quarter of the requests left out, as in the authors' script. Two constants decide the knee of
-NEO, both fitted by others and taken from the profiles: the T4's GEMM rate (21 TFLOPS) and the CPU's bandwidth.
+Llama-2-7B, 864 tokens of K,V on the GPU, 40,960 on the host, 2,000 requests with Poisson arrivals. Their lengths are
+those of the OSC trace in NEO's repository (``--trace``), or log-normal with its means and spreads (372.5 +- 103.7
+tokens in, 45.3 +- 8.9 out). Latency is completion time over output tokens, the first quarter of the requests left out,
+as in the authors' script. Two constants decide the knee of NEO, both fitted by others and taken from the profiles: the
+T4's GEMM rate (21 TFLOPS) and the CPU's bandwidth.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from experiments.sim.neo import Box
 from experiments.sim.output import parser, publish
 from hybridattn.metrics.latency import per_token_ns
 from hybridattn.metrics.throughput import without_first
-from hybridattn.workload.arrivals import Poisson, synthetic
+from hybridattn.workload.arrivals import AllAtOnce, Poisson, synthetic
+from hybridattn.workload.item import WorkItem, Workload
 from hybridattn.workload.lengths import LogNormal
 
 CPU_GB_S = 50.0
@@ -26,17 +32,31 @@ RATES = {"vllm-512": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8), "neo": (0.5, 1.5, 2.5,
 POLICY = {"vllm-512": "gpu_only", "neo": "asymmetric"}
 
 
+# Tokens that a pass reads at most: NEO's configuration, and the chunk of the vLLM that it is compared with.
+BATCHED = {"vllm-512": 512, "neo": 832}
+
+
 def box(system: str) -> Box:
     """An AWS g4dn.4xlarge; NEO keeps one spare layer of its GPU pages for staging."""
-    tokens = 832 if system == "neo" else 864
-    return Box("g4dn.4xlarge", "t4", "xeon-8259cl-8c", "pcie3-x16", "llama2-7b", tokens, 40_960, 832, 2048, 512)
+    tokens, batched = (832 if system == "neo" else 864), BATCHED[system]
+    return Box("g4dn.4xlarge", "t4", "xeon-8259cl-8c", "pcie3-x16", "llama2-7b", tokens, 40_960, 832, batched, 512)
 
 
-def latency_s(system: str, rate: float, count: int, cpu_gb_s: float) -> float:
+def lengths(count: int, trace: Path | None) -> Workload:
+    """Requests without arrivals: of the trace, from its beginning, or drawn with its means and spreads."""
+    if trace is None:
+        lognormal = LogNormal(372.5, 103.7 / 372.5, high=700), LogNormal(45.3, 8.9 / 45.3, high=130)
+        return synthetic(count, AllAtOnce(), *lognormal, seed=3)
+    items = [WorkItem(0, r["prompt"], r["max_tokens"]) for r in json.loads(trace.read_text())[:count]]
+    return Workload(trace.stem, tuple(items))
+
+
+def latency_s(system: str, rate: float, requests: Workload, cpu_gb_s: float) -> float:
     """Mean latency per output token [s]."""
-    lengths = LogNormal(372.5, 0.6, high=700), LogNormal(45.3, 0.8, high=130)
-    workload = synthetic(count, Poisson(rate), *lengths, seed=3)
-    served = box(system).serve(POLICY[system], workload, cpu_gb_s)
+    times = Poisson(rate).draw(np.random.default_rng(3), len(requests.items))
+    items = tuple([replace(i, arrival_ns=int(t)) for i, t in zip(requests.items, times, strict=True)])
+    options = {"moves_block": True} if system == "neo" else {}
+    served = box(system).serve(POLICY[system], replace(requests, items=items), cpu_gb_s, **options)
     values = [per_token_ns(r) for r in without_first(served.requests, 0.25)]
     return sum(v for v in values if v is not None) / len(values) / 1e9
 
@@ -52,19 +72,21 @@ def sustained(points: Sequence[tuple[float, float]], limit_s: float = 1.0) -> fl
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser("neo_fig6c", __doc__ or "")
     p.add_argument("--data", type=Path, default=Path("../shared/data/neo_fig6c.csv"))
-    p.add_argument("--requests", type=int, default=600)
+    p.add_argument("--requests", type=int, default=2000)
+    p.add_argument("--trace", type=Path, help="JSON list of {prompt, max_tokens}, such as NEO's osc-Llama-2-7b-hf.json")
     p.add_argument("--cpu-gb-s", type=float, default=CPU_GB_S)
     args = p.parse_args(argv)
     published: dict[str, list[tuple[float, float]]] = {}
     for r in csv.DictReader(args.data.open()):
         point = float(r["request_rate_per_s"]), float(r["per_token_latency_s"])
         published.setdefault(r["system"], []).append(point)
+    requests = lengths(args.requests, args.trace)
     rows: list[dict[str, Any]] = []
     knees: dict[str, float | None] = {}
     for system, rates in RATES.items():
         points: list[tuple[float, float]] = []
         for rate in sorted({*rates, *(r for r, _ in published[system])}):
-            points.append((rate, latency_s(system, rate, args.requests, args.cpu_gb_s)))
+            points.append((rate, latency_s(system, rate, requests, args.cpu_gb_s)))
             known = dict(published[system]).get(rate)
             rows.append({"system": system, "rate": rate, "simulated_s": points[-1][1], "published_s": known})
             rows[-1]["published"] = "-" if known is None else f"{known:.2f}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from experiments.sim import capacity, ratio
 from experiments.sim.eq6 import ideal_threshold
 from experiments.sim.ideal import costs_of, ideal, ideal_shape, open_sim
 from experiments.sim.machines import Setting
-from experiments.sim.neo_fig6c import sustained
+from experiments.sim.neo_fig6c import lengths, sustained
 from experiments.sim.neo_fig10a import fit
 from experiments.sim.offload import gain as offload_gain
 from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
@@ -137,6 +139,16 @@ def test_auto_submits_exactly_the_ops_of_gpu_only_when_all_fits():
 
 def test_a_fit_finds_where_a_growing_gain_meets_its_target():
     assert fit(lambda b: 1 + b / 100, 1.4, start=10.0, runs=12)[0] == pytest.approx(40.0, rel=0.03)
+
+
+def test_the_lengths_of_the_load_figure_come_from_a_trace_or_have_its_means_and_spreads(tmp_path):
+    trace = tmp_path / "osc.json"
+    pairs = [(269, 42), (270, 52), (1, 1)]
+    trace.write_text(json.dumps([{"prompt": p, "max_tokens": m} for p, m in pairs]))
+    assert [(i.prompt_tokens, i.output_tokens) for i in lengths(2, trace).items] == pairs[:2]
+    drawn = np.array([(i.prompt_tokens, i.output_tokens) for i in lengths(2000, None).items])
+    assert drawn.mean(0) == pytest.approx([372.5, 45.3], rel=0.02)
+    assert drawn.std(0) == pytest.approx([103.7, 8.9], rel=0.05)
 
 
 def test_the_sustained_rate_lies_on_the_line_between_two_points():
