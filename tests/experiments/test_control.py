@@ -99,13 +99,13 @@ def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_pass
     free = ["settings.request_us=0", "settings.token_us=0", "settings.schedule_us=0", "settings.sharing=own"]
     none = rows(tmp_path, "hardware=a10g_4c", *ONE, *free)[4, "own"]
     found = rows(tmp_path, "hardware=a10g_4c", *ONE, "settings.sharing=own,busy", "workload.options.outputs.mean=20")
-    tokens = round((found[4, "own"]["tokenise_mean_ns"] - 50_000) / 2500)  # 50 us a request, 2.5 us a token
+    tokens = round((found[4, "own"]["tokenise_mean_ns"] - 50_000) / 1800)  # 50 us a request, 1.8 us a token
     assert 900 <= tokens <= 1100
     for sharing, slower in (("own", 1.0), ("busy", 34 / 4)):
         row = found[4, sharing]
         assert row["control_speed"] == pytest.approx(1 / slower)
-        assert row["tokenise_mean_ns"] == pytest.approx((50_000 + 2500 * tokens) * slower, abs=1)
-        assert row["schedule_pass_ns"] == pytest.approx(350_000 * slower, abs=1)
+        assert row["tokenise_mean_ns"] == pytest.approx((50_000 + 1800 * tokens) * slower, abs=1)
+        assert row["schedule_pass_ns"] == pytest.approx(160_000 * slower, abs=1)
         # the prompt fits one pass; the driver schedules once before it
         later = row["ttft_mean_ns"] - none["ttft_mean_ns"]
         assert later == pytest.approx(row["tokenise_mean_ns"] + row["schedule_pass_ns"], abs=100)
