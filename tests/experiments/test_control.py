@@ -97,8 +97,9 @@ ONE += ["settings.op_us=0", "settings.poll_us=0"]
 def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_pass(tmp_path):
     """gpu_only runs no worker: 2 control threads and 32 busy processes on 4 cores run at 4/34 of their speed."""
     free = ["settings.request_us=0", "settings.token_us=0", "settings.schedule_us=0", "settings.sharing=own"]
-    none = rows(tmp_path, "hardware=a10g_4c", *ONE, *free)[4, "own"]
-    found = rows(tmp_path, "hardware=a10g_4c", *ONE, "settings.sharing=own,busy", "workload.options.outputs.mean=20")
+    one = [*ONE, "workload.options.outputs.mean=20"]
+    none = rows(tmp_path, "hardware=a10g_4c", *one, *free)[4, "own"]
+    found = rows(tmp_path, "hardware=a10g_4c", *one, "settings.sharing=own,busy")
     tokens = round((found[4, "own"]["tokenise_mean_ns"] - 50_000) / 1800)  # 50 us a request, 1.8 us a token
     assert 900 <= tokens <= 1100
     for sharing, slower in (("own", 1.0), ("busy", 34 / 4)):
@@ -109,7 +110,7 @@ def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_pass
         # the prompt fits one pass; the driver schedules once before it
         later = row["ttft_mean_ns"] - none["ttft_mean_ns"]
         assert later == pytest.approx(row["tokenise_mean_ns"] + row["schedule_pass_ns"], abs=100)
-        assert row["tpot_mean_ns"] - none["tpot_mean_ns"] == pytest.approx(row["schedule_pass_ns"], rel=0.05)
+        assert row["tpot_mean_ns"] - none["tpot_mean_ns"] == pytest.approx(row["schedule_pass_ns"], abs=100)
 
 
 def test_starved_it_costs_time_to_first_token_and_more_cores_give_it_back(tmp_path):
