@@ -149,9 +149,8 @@ def print_scan(rows: Sequence[dict[str, Any]], results: Path) -> None:
     outputs = sorted({r["output"] for r in rows})
     lines: dict[float, dict[str, Any]] = {}
     for r in rows:
-        lines.setdefault(r["cpu_gb_s"], {"box": r["box"], "cpu_gb_s": r["cpu_gb_s"]})[f"gain_{r['output']}"] = r[
-            "simulated"
-        ]
+        line = lines.setdefault(r["cpu_gb_s"], {"box": r["box"], "cpu_gb_s": r["cpu_gb_s"]})
+        line[f"gain_{r['output']}"] = r["simulated"]
     columns = {"CPU [GB/s]": "{cpu_gb_s:.0f}"} | {f"output {o}": f"{{gain_{o}:.2f}}" for o in outputs}
     publish("neo_fig10a_scan", list(lines.values()), columns, [], results)
 
