@@ -8,7 +8,6 @@ profile's tables.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ class Bench:
         self.shape, self.dtype = loaded.config.shape, dtype
         self._submit = self.device.submit
         self._seen: list[Seen] = []
-        self.driver_ns: list[float] = []  # of each measurement: the driver's processor time per submission
 
     def __enter__(self) -> Bench:
         return self
@@ -74,11 +72,18 @@ class Bench:
         segments = tuple(Segment(r, GPU_TIER, context - 1, 1, samples=True, prefill=False) for r in rows)
         return Batch(segments) if segments else None
 
-    def passes(self, gpu_rows: int, cpu_rows: int, context: int, count: int) -> list[Timed]:
-        """The ops of ``count`` passes of blocking offload, after a warm-up."""
+    def passes(
+        self, gpu_rows: int, cpu_rows: int, context: int, count: int, policy: Policy | None = None
+    ) -> list[Timed]:
+        """The ops of ``count`` passes of blocking offload or of another policy, after a warm-up; of GPU rows alone with
+        no CPU rows."""
         batch = self.batch(gpu_rows, context)
-        idle = tuple(CpuRow(r, context - 1) for r in self.rows(CPU_TIER, cpu_rows, context))
-        return self._timed(lambda executor: executor.run(batch, idle), count)
+        rows = self.rows(CPU_TIER, cpu_rows, context)
+
+        def run(executor: Executor) -> None:
+            executor.run(batch, tuple([CpuRow(r, context - 1) for r in rows if not r.in_flight]))
+
+        return self._timed(run, count, policy)
 
     def prompts(self, chunk: int, count: int) -> list[Timed]:
         """The ops of ``count`` passes that prefill a chunk of a prompt."""
@@ -86,17 +91,15 @@ class Bench:
         batch = Batch((Segment(request, GPU_TIER, 0, chunk, samples=True, prefill=True),))
         return self._timed(lambda executor: executor.run(batch, ()), count)
 
-    def _timed(self, run: Callable[[Executor], Any], count: int) -> list[Timed]:
-        executor = self.executor(SyncOffload())
+    def _timed(self, run: Callable[[Executor], Any], count: int, policy: Policy | None = None) -> list[Timed]:
+        executor = self.executor(policy or SyncOffload())
         for _ in range(WARM):
             run(executor)
         self._seen = []
         self.device.submit = self._spy
-        started_ns = time.thread_time_ns()
         try:
             for _ in range(count):
                 run(executor)
-            self.driver_ns.append((time.thread_time_ns() - started_ns) / len(self._seen))
             self.device.drain(TIMEOUT_NS)
         finally:
             self.device.submit = self._submit

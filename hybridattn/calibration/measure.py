@@ -11,17 +11,20 @@ from hybridattn.calibration.bench import CHUNKS, CONTEXTS, ROWS, TIMEOUT_NS, Ben
 from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
 from hybridattn.core.op import CPU, GPU, Op, Work
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.machine import decile_name, measured_machine
+from hybridattn.cost.machine import late_name, measured_machine
 from hybridattn.cost.profile import Profile, Quantity, measured_profile
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.cost.table import Sample
+from hybridattn.policies.asymmetric import Asymmetric
+from hybridattn.policies.fixed import SyncOffload
 
 CHECK_POINTS = ((3, 3, 128), (6, 12, 384))  # GPU rows, CPU rows, keys: none of them is in the tables
 PASSES = 3
+MIXED, MIXED_ROWS = (SyncOffload, Asymmetric), ((2, 6), (8, 8), (4, 12))  # GPU rows, CPU rows
 
 
 def driver_costs(bench: Bench) -> dict[str, Quantity]:
-    """What the driver costs: a submission, a poll, an empty op and back, and its time per op in the passes so far."""
+    """What the driver costs: a submission, a poll, an empty op and back."""
     device, count = bench.device, 300
     op = Op("empty", GPU, Work("other", 0.0, 0, 1), lambda: None)
     start = time.perf_counter_ns()
@@ -38,41 +41,63 @@ def driver_costs(bench: Bench) -> dict[str, Quantity]:
         hops.append(time.perf_counter_ns() - start)
     device.drain(TIMEOUT_NS)
     values = {"submit": submit, "poll": poll, "launch": statistics.median(hops)}
-    costs = {
-        name: Quantity(max(1.0, v), "ns", "measured", "median or mean over empty ops") for name, v in values.items()
-    }
-    source = "median over the passes so far: the driver's processor time per submission"
-    return {**costs, "driver": Quantity(statistics.median(bench.driver_ns), "ns", "measured", source)}
+    return {name: _quantity(v, "median or mean over empty ops") for name, v in values.items()}
 
 
 def handover_costs(timed: Sequence[Timed]) -> dict[str, Quantity]:
     """How late ops begin on each lane, and how late a waiting driver goes on, in passes of blocking offload."""
     return {
-        decile_name(name, decile): Quantity(max(1.0, ns), "ns", "measured", f"decile {decile} over decode passes")
+        late_name(name, part): _quantity(ns, f"mean of ninth {part} of the times in decode passes")
         for name, values in handovers(timed).items()
-        for decile, ns in enumerate(values, start=1)
+        for part, ns in enumerate(values, start=1)
     }
 
 
+def cohort_op_cost(passes: Sequence[Sequence[Timed]], price: Callable[[Work], int]) -> Quantity:
+    """What each op of a cohort takes from the GPU lane, with whose thread it shares a core.
+
+    By how much longer the GPU's ops of a layer take with cohorts beside them than by ``price``, measured without any.
+    """
+    taken = []
+    for timed in passes:
+        of_cohorts = sum([t.lane != GPU for t in timed])
+        layers = [t for t in timed if t.lane == GPU and t.work.kind in ("linear", "decode_attention")]
+        taken.append(sum([t.took_ns - price(t.work) for t in layers]) / of_cohorts)
+    return _quantity(statistics.median(taken), "median over decode passes with CPU rows")
+
+
+def _quantity(ns: float, source: str) -> Quantity:
+    return Quantity(max(1.0, ns), "ns", "measured", source)
+
+
 def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
-    """Measure every table of the profile."""
+    """Measure every table of the profile: ops of the GPU lane in passes without CPU rows, the others beside it."""
     samples: list[Sample] = []
     decodes: list[Timed] = []
-    samples += samples_of(bench.passes(1, 0, CONTEXTS[0], PASSES))  # linear stages of a single row
     steps = [(rows, context) for context in CONTEXTS for rows in ROWS]
     for i, (rows, context) in enumerate(steps, start=1):
         show(f"{i}/{len(steps) + len(CHUNKS)} {rows} rows of {context} keys on each tier")
-        timed = bench.passes(rows, rows, context, PASSES)
-        samples += samples_of(timed)
-        decodes += timed
+        beside = bench.passes(rows, rows, context, PASSES)
+        samples += samples_of(bench.passes(rows, 0, context, PASSES))
+        samples += [s for s in samples_of(beside) if s.lane != GPU]
+        decodes += beside
+    together = bench.passes(2 * max(ROWS), 0, CONTEXTS[0], PASSES)  # linear stages may have the rows of both tiers
+    samples += [s for s in samples_of(together) if s.kind != "decode_attention"]
     for i, chunk in enumerate(CHUNKS, start=len(steps) + 1):
         show(f"{i}/{len(steps) + len(CHUNKS)} a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
     build = {name: importlib.import_module(name).__version__ for name in ("torch", "llvmlite")}
     costs = driver_costs(bench) | handover_costs(decodes)
-    return measured_profile(
-        "this-machine", bench.device.profile, bench.shape.name, bench.dtype, thinned(samples), AXES, build, costs
-    )
+
+    def profile() -> Profile:
+        return measured_profile(
+            "this-machine", bench.device.profile, bench.shape.name, bench.dtype, thinned(samples), AXES, build, costs
+        )
+
+    tables = costs_of(bench, profile(), bench.device.profile).pricing
+    mixed = [bench.passes(*rows, c, PASSES, policy()) for policy in MIXED for rows in MIXED_ROWS for c in CONTEXTS[1:]]
+    costs["cohort_op"] = cohort_op_cost(mixed, lambda work: tables.work_ns(GPU, work))
+    return profile()
 
 
 def check(bench: Bench, profile: Profile, fingerprint: str) -> list[tuple[str, float, float]]:
@@ -80,8 +105,12 @@ def check(bench: Bench, profile: Profile, fingerprint: str) -> list[tuple[str, f
     costs = costs_of(bench, profile, fingerprint)
     found = []
     for gpu_rows, cpu_rows, context in CHECK_POINTS:
-        timed = bench.passes(gpu_rows, cpu_rows, context, PASSES)
-        for lane, kind in ((GPU, "linear"), (GPU, "decode_attention"), (CPU, "decode_attention")):
+        alone, beside = (bench.passes(gpu_rows, rows, context, PASSES) for rows in (0, cpu_rows))
+        for timed, lane, kind in (
+            (alone, GPU, "linear"),
+            (alone, GPU, "decode_attention"),
+            (beside, CPU, "decode_attention"),
+        ):
             ops = [t for t in timed if t.lane == lane and t.work.kind == kind]
             name = f"{lane} {kind}, {ops[0].work.rows} rows of {context} keys"
             measured = statistics.median(t.took_ns for t in ops)

@@ -66,18 +66,21 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def handovers(timed: Sequence[Timed]) -> dict[str, tuple[int, ...]]:
-    """How late ops begin on each lane [ns], and how late a waiting driver goes on (``wake``): the nine deciles.
+    """How late ops begin on each lane [ns], and how late a waiting driver goes on (``wake``): nine values, the
+    means of the ninths of the sorted times.
 
     A lane is a thread that has to be woken, or runs Python between two ops; none of it is part of any op's own time.
-    Deciles, because what two threads do at about the same time is decided by how these times vary.
+    Nine values, because what two threads do at about the same time is decided by how these times vary; means, because
+    the rare long ones count in a throughput, and no quantile up to the ninth decile sees them.
     """
     late: dict[str, list[int]] = {"wake": [t.woke_ns for t in timed if t.woke_ns is not None]}
     for t in timed:
         late.setdefault(t.lane, []).append(max(0, t.late_ns))
-    return {name: _deciles(values) for name, values in late.items()}
+    return {name: _ninths(values) for name, values in late.items()}
 
 
-def _deciles(values: Sequence[int]) -> tuple[int, ...]:
-    if len(values) < 2:
-        return tuple(values) * 9 or (0,) * 9
-    return tuple(round(q) for q in statistics.quantiles(values, n=10, method="inclusive"))
+def _ninths(values: Sequence[int]) -> tuple[int, ...]:
+    """Means of nine equal parts of the sorted values: their mean is that of all."""
+    ordered = sorted(values or (0,)) if len(values) >= 9 else sorted(list(values or (0,)) * 9)
+    ends = [i * len(ordered) // 9 for i in range(10)]
+    return tuple([round(statistics.fmean(ordered[a:b])) for a, b in zip(ends, ends[1:], strict=False)])

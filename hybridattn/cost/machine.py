@@ -66,23 +66,23 @@ def machine(
     return Pricing(name, f"{name}@{digest}", models, dict.fromkeys(pairs, shared), correction)
 
 
-def decile_name(name: str, decile: int) -> str:
-    """The quantity of a profile that holds a decile (1 to 9) of how late lane ``name``, or a ``wake``, is."""
-    return f"{name}.{decile}" if name == "wake" else f"handover.{name}.{decile}"
+def late_name(name: str, part: int) -> str:
+    """The quantity of a profile that holds how late lane ``name``, or a ``wake``, is: part 1 to 9 of its times."""
+    return f"{name}.{part}" if name == "wake" else f"handover.{name}.{part}"
 
 
 def driver_of(profile: Profile) -> dict[str, Any]:
     """What the driver and the lanes' threads of a measured machine cost, as ``SimDevice`` takes it."""
 
-    def deciles(name: str) -> tuple[int, ...]:
-        return tuple(round(profile.value(decile_name(name, i))) for i in range(1, 10))
+    def parts(name: str) -> tuple[int, ...]:
+        return tuple(round(profile.value(late_name(name, i))) for i in range(1, 10))
 
     return {
         "submit_ns": round(profile.value("submit")),
         "poll_ns": round(profile.value("poll")),
-        "wake_ns": deciles("wake"),
-        "handover_ns": {lane: deciles(lane) for lane in LANES},
-        "steals_ns": round(profile.value("driver")),
+        "wake_ns": parts("wake"),
+        "handover_ns": {lane: parts(lane) for lane in LANES},
+        "steals_ns": round(profile.value("cohort_op")),
     }
 
 

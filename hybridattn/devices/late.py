@@ -1,6 +1,6 @@
 """How late the lanes of a simulated machine begin, and its driver goes on: measured times, taken in turn.
 
-    deciles of a lane    10 20 30 40 50 60 70 80 90        in turn:  50 10 60 20 70 30 80 40 90 50 ...
+    times of a lane      10 20 30 40 50 60 70 80 90        in turn:  50 10 60 20 70 30 80 40 90 50 ...
 
 Each lane takes its own in an order of its own, the same in every run, so that a simulation stays repeatable while two
 threads that do something at about the same time are now the one, now the other, the first.

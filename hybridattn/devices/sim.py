@@ -52,8 +52,8 @@ class SimDevice:
         How late an op of that lane begins, once it was submitted, what it comes after has ended and the lane is free:
         lanes that are threads have to be woken.
     steals_ns : int
-        What each submission takes from the next op of the GPU lane: a driver that shares the core of the thread which
-        plays the GPU.
+        What each op of another lane takes from the next op of the GPU lane: driver and copies share the core of the
+        thread which plays the GPU. (What submitting its own ops takes is part of their prices.)
     memory_bytes : dict, optional
         Bytes of the ``gpu`` and ``cpu`` tier; unlimited where absent.
     """
@@ -210,9 +210,9 @@ class SimDevice:
         return self.clock_ns
 
     def _take_stolen(self, lane: str) -> int:
-        """What the driver took from the GPU lane since its last op, where ``lane`` is that."""
-        self._stolen_ns += self._steals_ns
+        """What ops of other lanes took from the GPU lane since its last op, where ``lane`` is that."""
         if lane != GPU:
+            self._stolen_ns += self._steals_ns
             return 0
         taken, self._stolen_ns = self._stolen_ns, 0
         return taken

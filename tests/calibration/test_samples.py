@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from hybridattn.calibration.bench import timed_of
+from hybridattn.calibration.measure import cohort_op_cost
 from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.cost.catalog import shape
@@ -77,13 +78,13 @@ def test_held_out_errors_of_a_linear_machine_are_small():
     assert errors["gpu.compute/linear"] < 0.01 and errors["cpu.attention/decode_attention"] < 0.01
 
 
-def test_handovers_are_deciles_of_how_late_ops_begin_on_each_lane():
+def test_handovers_are_ninths_of_how_late_ops_begin_on_each_lane():
     work = COST.send(1)
-    timed = [Timed(D2H, 0, work, 10, late_ns) for late_ns in range(101)]
+    timed = [Timed(D2H, 0, work, 10, late_ns) for late_ns in range(90)]
     timed += [Timed(CPU, 0, work, 10, 40, woke_ns) for woke_ns in (30, 20, 90)]
     timed += [Timed(GPU, 0, work, 10, -3)]  # began before its submission returned: not late
     found = handovers(timed)
-    assert found[D2H] == (10, 20, 30, 40, 50, 60, 70, 80, 90)
+    assert found[D2H] == tuple([round(4.5 + 10 * i) for i in range(9)])  # the rare late ones count
     assert found[CPU] == (40,) * 9 and found[GPU] == (0,) * 9
     assert found["wake"][4] == 30 and found["wake"] == tuple(sorted(found["wake"]))
 
@@ -108,3 +109,13 @@ def test_an_op_is_late_by_what_passes_after_submission_lane_and_predecessors():
     timed = timed_of(seen)
     assert [t.late_ns for t in timed] == [2, 1, 7, 8]  # submitted, lane, predecessor, submitted
     assert [t.woke_ns for t in timed] == [None, None, 12, None]
+
+
+def test_an_op_of_a_cohort_takes_what_the_gpus_ops_take_more_beside_cohorts():
+    def passes(rows, extra_ns):
+        gpu = [COST.linear(2 * rows), COST.decode_attention(rows, 64 * rows)]
+        others = [Timed(lane, 0, COST.send(rows), 10) for lane in (D2H, CPU, H2D)]
+        return [Timed(GPU, 0, work, took(GPU, work) + extra_ns) for work in gpu] + others
+
+    measured = [passes(r, extra) for r, extra in ((1, 300), (2, 600), (4, 900))]
+    assert cohort_op_cost(measured, lambda work: took(GPU, work)).value == 400  # 600 at each of two ops, three others

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, LANES, SKIPPED, WAITED, Op, Work
-from hybridattn.cost.machine import decile_name, driver_of
+from hybridattn.cost.machine import driver_of, late_name
 from hybridattn.cost.profile import Profile, Quantity
 from hybridattn.cost.table import Sample
 from hybridattn.devices.late import in_turn, lateness
@@ -53,13 +53,13 @@ def test_a_driver_that_waited_goes_on_late_and_one_that_did_not_at_once():
     assert sim.now_ns() == 57 + 50 + 7
 
 
-def test_a_driver_on_the_gpus_core_takes_its_time_from_the_next_op_there():
+def test_ops_of_other_lanes_take_time_of_the_gpus_core_from_the_next_op_there():
     sim = device(steals_ns=3)
     first = sim.submit(op(GPU, 50))
     sim.submit(op(D2H, 10))
     sim.submit(op(CPU, 10))
     second = sim.submit(op(GPU, 50))
-    assert (first.end_ns, second.start_ns, second.end_ns) == (53, 53, 53 + 50 + 3 * 3)
+    assert (first.end_ns, second.start_ns, second.end_ns) == (50, 50, 50 + 50 + 2 * 3)
     assert not device(record=False, steals_ns=3).resolves
 
 
@@ -70,7 +70,7 @@ def test_layers_do_not_pass_in_one_step_where_handing_over_costs():
 
 
 def test_the_driver_of_a_profile_is_what_was_measured():
-    names = ["submit", "poll", "driver", *(decile_name(name, i) for name in ("wake", *LANES) for i in range(1, 10))]
+    names = ["submit", "poll", "cohort_op", *(late_name(name, i) for name in ("wake", *LANES) for i in range(1, 10))]
     quantities = {name: Quantity(i + 1.0, "ns", "measured", "here") for i, name in enumerate(names)}
     sample = Sample(GPU, "linear", 1, 0, 1.0, 1, 1)
     profile = Profile(
@@ -91,7 +91,7 @@ def test_several_times_are_taken_in_turn_and_none_is_left_out(values, place):
     assert sorted(next(turns) for _ in values) == sorted(values)
 
 
-def test_two_lanes_do_not_take_their_deciles_in_step():
+def test_two_lanes_do_not_take_their_times_in_step():
     late = lateness(0, {lane: range(1, 10) for lane in LANES})
     orders = {tuple(next(late[lane]) for _ in range(9)) for lane in LANES}
     assert len(orders) == len(LANES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridattn.calibration.samples import AXES
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.machine import decile_name
+from hybridattn.cost.machine import late_name
 from hybridattn.cost.profile import Profile, Quantity, measured_profile
 from hybridattn.cost.table import Sample
 from hybridattn.policies.fixed import GpuOnly
@@ -27,8 +27,8 @@ def made_profile(fingerprint: str, model: str, dtype: str = "fp32", cpu_factor: 
     for size in SIZES:
         samples.append(Sample(GPU, "prefill_attention", 1, 0, float(size), 0, size // 1000 + 1))
         samples += [Sample(lane, "copy", 1, 0, 0.0, size, size // 10 + 1000) for lane in (D2H, H2D)]
-    late = [decile_name(name, i) for name in ("wake", *LANES) for i in range(1, 10)]
-    names = ("submit", "poll", "driver", *late)
+    late = [late_name(name, i) for name in ("wake", *LANES) for i in range(1, 10)]
+    names = ("submit", "poll", "cohort_op", *late)
     quantities = {name: Quantity(1000.0, "ns", "measured", "made up") for name in names}
     given = {"name": "made-up", "quantities": quantities, **changes}
     return measured_profile(
