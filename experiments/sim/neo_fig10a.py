@@ -4,8 +4,9 @@ Llama-3.1-8B on an A10G, about 2,000 requests at once, inputs of 1,000 tokens; h
 constant per box is fitted: the CPU's attention bandwidth, at output 200. The other four points are predictions.
 Throughput is taken between 30 and 70 % of the completions.
 
-The gain of the largest box need not grow with its bandwidth, since that window is no steady state there; ``--scan BOX``
-prints it.
+The largest box is simulated a second time with no more host K,V than NEO's CPU kernel could scan in one call when the
+figure was made. The gain of that box need not grow with its bandwidth, since the window is no steady state there;
+``--scan BOX`` prints it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ FITTED_AT = 200
 RAM_GB = {"g5.2xlarge": 32, "g5.4xlarge": 64, "g5.8xlarge": 128, "g5.16xlarge": 256}
 CORES = {"g5.2xlarge": 4, "g5.4xlarge": 8, "g5.8xlarge": 16, "g5.16xlarge": 32}
 START_GB_S = {"g5.2xlarge": 34.0, "g5.4xlarge": 27.0, "g5.8xlarge": 52.0, "g5.16xlarge": 64.0}
+# Tokens for which NEO's CPU kernel had room in one call until 1 March 2025 (``MAX_TOK_NUM`` in its public code); the
+# figure is of 21 February. Only the largest box holds more.
+KERNEL_TOKENS = 524_288
 SCAN_GB_S = (40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150)
 
 
-def box(name: str) -> Box:
-    """An AWS g5 instance as NEO used it (``../shared/data/README.md``)."""
+def box(name: str, most_tokens: int | None = None) -> Box:
+    """An AWS g5 instance as NEO used it (``../shared/data/README.md``), with at most ``most_tokens`` of host K,V."""
     cpu = f"epyc-7r32-{CORES[name]}c"
-    return Box(name, "a10g", cpu, "pcie4-x16", "llama3.1-8b", 25_600, 983_040 * RAM_GB[name] // 256, 4096)
+    tokens = 983_040 * RAM_GB[name] // 256
+    host = tokens if most_tokens is None else min(tokens, most_tokens)
+    return Box(name, "a10g", cpu, "pcie4-x16", "llama3.1-8b", 25_600, host, 4096)
 
 
 def alone() -> Box:
@@ -75,52 +81,74 @@ def baseline(job: tuple[int, int]) -> float:
     return rate(alone(), "gpu_only", output, count, START_GB_S["g5.2xlarge"], swap=True)
 
 
-def fitted_at(job: tuple[str, float, float, int]) -> tuple[float, float]:
+def fitted_at(job: tuple[Box, float, float, int]) -> tuple[float, float]:
     """A box's bandwidth [GB/s] from its published gain at one output, and the gain there."""
-    name, target, alone, count = job
-    return fit(lambda b: rate(box(name), "asymmetric", FITTED_AT, count, b) / alone, target, START_GB_S[name])
+    at, target, alone, count = job
+    return fit(lambda b: rate(at, "asymmetric", FITTED_AT, count, b) / alone, target, START_GB_S[at.name])
 
 
-def predicted(job: tuple[str, int, float, int]) -> float:
+def predicted(job: tuple[Box, int, float, int]) -> float:
     """Requests per second of a box at an output length."""
-    name, output, cpu_gb_s, count = job
-    return rate(box(name), "asymmetric", output, count, cpu_gb_s)
+    at, output, cpu_gb_s, count = job
+    return rate(at, "asymmetric", output, count, cpu_gb_s)
 
 
 def curves(published: dict[str, dict[int, float]], count: int, pool: Executor) -> list[dict[str, Any]]:
     """All points: each box fitted at one output, predicted at the others. Long jobs go first."""
     outputs = sorted({o for points in published.values() for o in points}, reverse=True)
-    boxes = sorted(published, key=lambda name: -CORES[name])
+    boxes = [box(name) for name in sorted(published, key=lambda name: -CORES[name])]
+    boxes += [less for at in boxes if (less := box(at.name, KERNEL_TOKENS)) != at]
     alone = dict(zip(outputs, pool.map(baseline, [(o, count) for o in outputs]), strict=True))
-    fits = pool.map(fitted_at, [(name, published[name][FITTED_AT], alone[FITTED_AT], count) for name in boxes])
+    fits = pool.map(fitted_at, [(at, published[at.name][FITTED_AT], alone[FITTED_AT], count) for at in boxes])
     found = dict(zip(boxes, fits, strict=True))
-    wanted = [(name, o) for o in outputs for name in boxes if o in published[name] and o != FITTED_AT]
-    rates = dict(zip(wanted, pool.map(predicted, [(n, o, found[n][0], count) for n, o in wanted]), strict=True))
+    wanted = [(at, o) for o in outputs for at in boxes if o in published[at.name] and o != FITTED_AT]
+    rates = dict(zip(wanted, pool.map(predicted, [(at, o, found[at][0], count) for at, o in wanted]), strict=True))
     return [
         {
-            "box": name,
+            "box": at.name,
+            "host_tokens": at.cpu_tokens,
             "output": output,
             "published": target,
-            "simulated": (gain := found[name][1] if output == FITTED_AT else rates[name, output] / alone[output]),
+            "simulated": (gain := found[at][1] if output == FITTED_AT else rates[at, output] / alone[output]),
             "error": gain - target,
-            "cpu_gb_s": found[name][0],
+            "cpu_gb_s": found[at][0],
             "use": "fitted" if output == FITTED_AT else "predicted",
             "gpu_only_requests_per_s": alone[output],
             "requests": count,
         }
-        for name, points in published.items()
-        for output, target in points.items()
+        for at in sorted(boxes, key=lambda at: (CORES[at.name], -at.cpu_tokens))
+        for output, target in published[at.name].items()
     ]
 
 
-def scan(name: str, outputs: Sequence[int], count: int, pool: Executor) -> list[dict[str, Any]]:
+def scan(at: Box, outputs: Sequence[int], count: int, pool: Executor) -> list[dict[str, Any]]:
     """Gain of one box over its bandwidth, without any fit."""
     alone = dict(zip(outputs, pool.map(baseline, [(o, count) for o in outputs]), strict=True))
-    points = [(name, o, float(b), count) for b in SCAN_GB_S for o in outputs]
+    points = [(at, o, float(b), count) for b in SCAN_GB_S for o in outputs]
     return [
-        {"box": name, "cpu_gb_s": b, "output": o, "simulated": rate / alone[o], "requests": count}
+        {
+            "box": at.name,
+            "host_tokens": at.cpu_tokens,
+            "cpu_gb_s": b,
+            "output": o,
+            "simulated": rate / alone[o],
+            "requests": count,
+        }
         for (_, o, b, _), rate in zip(points, pool.map(predicted, points), strict=True)
     ]
+
+
+def hosts(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each assumption about host memory, by its name: every box once."""
+    most: dict[str, int] = {}
+    for r in rows:
+        most[r["box"]] = max(r["host_tokens"], most.get(r["box"], 0))
+    return {
+        "host K,V scaled to RAM": [r for r in rows if r["host_tokens"] == most[r["box"]]],
+        f"at most {KERNEL_TOKENS:,} tokens of host K,V": [
+            r for r in rows if r["host_tokens"] == box(r["box"], KERNEL_TOKENS).cpu_tokens
+        ],
+    }
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -161,13 +189,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--requests", type=int, default=2000)
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--scan", metavar="BOX", choices=sorted(CORES), help="gain of one box over its bandwidth instead")
+    p.add_argument("--host-tokens", type=int, metavar="N", help="with --scan: at most N tokens of host K,V")
     args = p.parse_args(argv)
     published: dict[str, dict[int, float]] = {}
     for r in csv.DictReader(args.data.open()):
         published.setdefault(r["box"], {})[int(r["output_len"])] = float(r["throughput_vs_gpu_only"])
     if args.scan is not None:
+        at = box(args.scan, args.host_tokens)
         with ProcessPoolExecutor(args.jobs) as pool:
-            print_scan(scan(args.scan, sorted(published[args.scan]), args.requests, pool), args.results)
+            print_scan(scan(at, sorted(published[args.scan]), args.requests, pool), args.results)
         return
     started = time.perf_counter()
     with ProcessPoolExecutor(args.jobs) as pool:
@@ -175,15 +205,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     took_s = time.perf_counter() - started
     columns = {
         "box": "{box}",
+        "host K,V [tokens]": "{host_tokens:,}",
         "output": "{output}",
         "published": "{published:.2f}",
         "simulated": "{simulated:.2f}",
         "error": "{error:+.2f}",
         "use": "{use}",
     }
-    publish(
-        "neo_fig10a", rows, columns, [*verdicts(rows), f"took {took_s:.0f} s with {args.jobs} processes"], args.results
-    )
+    lines = [line for name, of in hosts(rows).items() for line in (f"{name}:", *verdicts(of))]
+    publish("neo_fig10a", rows, columns, [*lines, f"took {took_s:.0f} s with {args.jobs} processes"], args.results)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from experiments.sim.eq6 import ideal_threshold
 from experiments.sim.ideal import costs_of, ideal, ideal_shape, open_sim
 from experiments.sim.machines import Setting
 from experiments.sim.neo_fig6c import lengths, sustained
-from experiments.sim.neo_fig10a import fit
+from experiments.sim.neo_fig10a import KERNEL_TOKENS, RAM_GB, box, curves, fit, hosts, verdicts
 from experiments.sim.offload import gain as offload_gain
 from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
 from hybridattn.devices.sim import SimDevice
@@ -139,6 +140,27 @@ def test_auto_submits_exactly_the_ops_of_gpu_only_when_all_fits():
 
 def test_a_fit_finds_where_a_growing_gain_meets_its_target():
     assert fit(lambda b: 1 + b / 100, 1.4, start=10.0, runs=12)[0] == pytest.approx(40.0, rel=0.03)
+
+
+def test_only_the_largest_box_of_the_output_length_figure_is_simulated_with_two_sizes_of_host_memory(monkeypatch):
+    gains = {200: 1.2, 300: 1.3}
+
+    def rate(at, policy, output, count, cpu_gb_s, **options):  # as if outputs did not matter
+        return 1.0 if policy == "gpu_only" else 1 + cpu_gb_s / 100 * at.cpu_tokens / 491_520
+
+    monkeypatch.setattr("experiments.sim.neo_fig10a.rate", rate)
+    with ThreadPoolExecutor(1) as pool:
+        rows = curves(dict.fromkeys(RAM_GB, gains), 10, pool)
+    assert len(rows) == 10
+    by_ram, by_kernel = hosts(rows).values()
+    assert [r["box"] for r in by_ram] == [r["box"] for r in by_kernel] == [b for b in RAM_GB for _ in gains]
+    assert [r["host_tokens"] for r in by_ram[6:]] == [983_040] * 2
+    assert [r["host_tokens"] for r in by_kernel[6:]] == [box("g5.16xlarge", KERNEL_TOKENS).cpu_tokens] * 2
+    assert by_ram[:6] == by_kernel[:6]
+    for fitted, predicted in zip(rows[::2], rows[1::2], strict=True):  # at the bandwidth that was fitted
+        assert (fitted["use"], predicted["use"]) == ("fitted", "predicted")
+        assert predicted["simulated"] == pytest.approx(fitted["simulated"])
+    assert "over 4 held-out points" in verdicts(by_ram)[0]
 
 
 def test_the_lengths_of_the_load_figure_come_from_a_trace_or_have_its_means_and_spreads(tmp_path):
