@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,6 +29,7 @@ class DemoSettings:
 
     prompts: list[str] = field(default_factory=list)
     policies: list[str] = field(default_factory=lambda: ["gpu_only", "sync_offload", "async_overlap"])
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the policies that have some
     model: str = "smollm2-135m"
     device: str = "host"
     dtype: str = "fp32"
@@ -89,6 +91,7 @@ def _run_policy(settings: DemoSettings, policy: str, advance) -> PolicyRun:
         model=settings.model,
         device=settings.device,
         policy=policy,
+        policy_options=settings.options.get(policy),
         dtype=settings.dtype,
         gpu_kv_blocks=settings.gpu_kv_blocks,
         cpu_kv_blocks=settings.cpu_kv_blocks,

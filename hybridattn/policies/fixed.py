@@ -138,6 +138,9 @@ class AsyncOverlap(Policy):
         the layers, instead of launching all that are idle as one.
     max_rows : int, optional
         CPU rows in flight at most.
+    patience_us : float
+        How long the GPU waits at most, at a layer where a cohort stands that is not ready yet [us]. 0 as published; as
+        long as a small cohort takes beyond the GPU's own attention, it advances several layers per pass.
     """
 
     name = "async_overlap"
@@ -150,6 +153,7 @@ class AsyncOverlap(Policy):
         same_pass: bool = True,
         equal: bool = False,
         max_rows: int | None = None,
+        patience_us: float = 0.0,
     ) -> None:
         super().__init__(cpu_fraction)
         if max_cohorts < 1:
@@ -160,6 +164,9 @@ class AsyncOverlap(Policy):
         self.max_cohorts = max_cohorts
         self.same_pass = same_pass
         self.equal = equal
+        if not 0 <= patience_us < float("inf"):
+            raise InputError(f"patience_us must be a number of microseconds, at least 0, got {patience_us}")
+        self._patience_ns = round(patience_us * 1000)
 
     def launch(self, view: LaunchView) -> tuple[int, ...]:
         idle = view.idle_rows
@@ -173,5 +180,11 @@ class AsyncOverlap(Policy):
         return shares(idle, idle + view.flying_rows, self.max_cohorts, 1)
 
     def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        may_join = cohort.ready and (self.same_pass or not cohort.same_pass)
-        return Verb.JOIN if may_join else Verb.SKIP
+        if cohort.same_pass and not self.same_pass:
+            return Verb.SKIP
+        if cohort.ready:
+            return Verb.JOIN
+        return Verb.WAIT if self._patience_ns else Verb.SKIP
+
+    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
+        return self._patience_ns

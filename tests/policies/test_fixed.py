@@ -60,6 +60,17 @@ def test_same_pass_joins_can_be_switched_off():
     assert strict.ask(cohort(True, same_pass=False), AT) is Verb.JOIN
 
 
+def test_patience_waits_for_what_may_join_and_no_longer_than_it_says():
+    patient = AsyncOverlap(patience_us=1.5)
+    assert patient.ask(cohort(False), AT) is Verb.WAIT and patient.patience_ns(cohort(False), AT) == 1500
+    assert patient.ask(cohort(True), AT) is Verb.JOIN
+    strict = AsyncOverlap(same_pass=False, patience_us=1.5)
+    assert strict.ask(cohort(False, same_pass=True), AT) is Verb.SKIP
+    for bad in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(InputError, match=f"patience_us must be .* got {bad}"):
+            AsyncOverlap(patience_us=bad)
+
+
 def test_idle_rows_leave_together_while_there_is_room_for_a_cohort():
     policy = AsyncOverlap(max_cohorts=2)
     assert policy.launch(LaunchView(idle_rows=5, cohorts=1, gpu_rows=3)) == (5,)

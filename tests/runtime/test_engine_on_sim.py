@@ -96,6 +96,7 @@ POLICIES = {
     "sync_offload": lambda seed: SyncOffload(),
     "async_overlap": lambda seed: AsyncOverlap(),
     "one_layer_per_pass": lambda seed: AsyncOverlap(same_pass=False, max_cohorts=2),
+    "patient": lambda seed: AsyncOverlap(max_cohorts=2, patience_us=0.02),
     "all_on_cpu": lambda seed: AsyncOverlap(cpu_fraction=1.0),
     "half_on_cpu": lambda seed: SyncOffload(cpu_fraction=0.5),
     "restless": Restless,
@@ -146,6 +147,17 @@ def test_preemption_on_the_cpu_tier_with_rows_in_flight_changes_nothing():
     engine = build(policy, 1, gpu_blocks=0, cpu_blocks=6, cpu_scale=50)
     assert serve(engine, jobs) == [reference(p, n, LAYERS) for p, n in jobs]
     assert sum(r.preemptions for r in engine.taken.requests) > 0
+
+
+def test_with_patience_for_its_attention_a_cohort_makes_a_token_per_pass():
+    advanced = {}
+    for patience_us in (0.0, 1000.0):
+        policy = AsyncOverlap(cpu_fraction=0.5, patience_us=patience_us)
+        engine = build(policy, 3, gpu_blocks=20, cpu_blocks=20, cpu_scale=20)
+        serve(engine, [([7] * 5, 30), ([8] * 5, 6)])
+        busy = [p for p in engine.taken.passes if p.gpu_rows and p.cohorts and not p.prefill_tokens]
+        advanced[patience_us] = max(p.layers_advanced for p in busy)
+    assert advanced == {0.0: 1, 1000.0: LAYERS}
 
 
 def test_a_cohort_advances_one_layer_per_pass_without_same_pass_joins():

@@ -67,6 +67,7 @@ class RowsOnly(PricedStages):
         ("sync_offload", {"cpu_fraction": 0.5}),
         ("async_overlap", {"cpu_fraction": 0.5}),
         ("async_overlap", {"cpu_fraction": 0.4, "same_pass": False, "max_cohorts": 2}),
+        ("async_overlap", {"cpu_fraction": 0.4, "patience_us": 0.3}),
         ("cpu_only", {}),
         ("asymmetric", {"cpu_fraction": 0.6}),
     ],

@@ -44,6 +44,7 @@ POLICIES = [
     ("gpu_only", {}),
     ("async_overlap", {}),
     ("async_overlap", {"same_pass": False, "max_cohorts": 2}),
+    ("async_overlap", {"patience_us": 100, "max_cohorts": 2}),
     ("sync_offload", {"max_rows": 3}),
     ("cpu_only", {}),
     ("asymmetric", {}),
