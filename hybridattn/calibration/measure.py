@@ -20,6 +20,8 @@ from hybridattn.policies.fixed import SyncOffload
 
 CHECK_POINTS = ((3, 3, 128), (6, 12, 384))  # GPU rows, CPU rows, keys: none of them is in the tables
 PASSES = 3
+# Linear stages may have the rows of both tiers, and their time has steps between powers of two.
+LINEAR_ROWS = (6, 10, 12, 24, 2 * max(ROWS))
 MIXED, MIXED_ROWS = (SyncOffload, Asymmetric), ((2, 6), (8, 8), (4, 12))  # GPU rows, CPU rows
 
 
@@ -81,8 +83,8 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
         samples += samples_of(bench.passes(rows, 0, context, PASSES))
         samples += [s for s in samples_of(beside) if s.lane != GPU]
         decodes += beside
-    together = bench.passes(2 * max(ROWS), 0, CONTEXTS[0], PASSES)  # linear stages may have the rows of both tiers
-    samples += [s for s in samples_of(together) if s.kind != "decode_attention"]
+    for rows in LINEAR_ROWS:
+        samples += [s for s in samples_of(bench.passes(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
     for i, chunk in enumerate(CHUNKS, start=len(steps) + 1):
         show(f"{i}/{len(steps) + len(CHUNKS)} a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))

@@ -12,6 +12,7 @@ failed, the op fails with the same error and does not run. A GPU-lane op whose `
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +82,10 @@ class Device(Protocol):
     profile: str  # fingerprint of the profile that prices ops, or of this machine
 
     def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket: ...
+
+    def driving(self) -> AbstractContextManager[None]:
+        """Around a pass: until its end the calling thread drives, on the cores that are kept for that."""
+        ...
 
     def now_ns(self) -> int: ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from cpu_kernels import topology
@@ -37,3 +40,19 @@ def plan_cores(usable: tuple[int, ...] | None = None, gpu_threads: int = 1) -> C
     if len(cpus) == 1:
         return CorePlan(cpus, cpus)
     return CorePlan(cpus[:gpu_threads], cpus[gpu_threads:])
+
+
+@contextmanager
+def kept_on(cpus: tuple[int, ...]) -> Iterator[None]:
+    """Inside the block the calling thread runs on ``cpus`` alone; where that cannot be had, wherever it may.
+
+    A driver that wakes up on a pool worker's cpu goes on when that attention ends: it would wait for the CPU after all.
+    """
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # the process has been moved elsewhere since the device was opened
+        os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hybridattn.core.device import Memory, Span, Ticket
 from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import Op
 from hybridattn.devices.budget import Budget
+from hybridattn.devices.cores import CorePlan, kept_on
 
 _KEPT = 4096  # tickets, where nothing is recorded, before ended ones are let go of
 
@@ -51,6 +53,7 @@ class LiveDevice(ABC):
     """
 
     name: str
+    cores: CorePlan
 
     def __init__(self, memory: dict[str, int], record: bool) -> None:
         self._budget = Budget(memory)
@@ -67,6 +70,9 @@ class LiveDevice(ABC):
         self._tickets.append(ticket)
         if not self._record and len(self._tickets) > _KEPT:
             self._tickets = [t for t in self._tickets if not t.done() or t.error is not None]
+
+    def driving(self) -> AbstractContextManager[None]:
+        return kept_on(self.cores.gpu)
 
     def now_ns(self) -> int:
         return time.perf_counter_ns()

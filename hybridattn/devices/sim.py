@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from hybridattn.core.device import Memory, Span, Ticket, check_after
 from hybridattn.core.errors import DeviceError, StallError
@@ -30,6 +31,7 @@ from hybridattn.devices.sim_prices import Prices
 from hybridattn.devices.sim_ticket import RunTicket, SimTicket
 
 UNLIMITED = 1 << 62
+_ANYWHERE = nullcontext()
 
 
 class SimDevice:
@@ -205,6 +207,9 @@ class SimDevice:
         took_ns = price(first, GPU) + layers * price(attention, GPU)
         took_ns += (layers - 1) * price(linear, GPU) + price(last, GPU)
         self.clock_ns = self._free_ns[GPU] = max(self._free_ns[GPU], self.clock_ns) + took_ns
+
+    def driving(self) -> AbstractContextManager[None]:
+        return _ANYWHERE
 
     def now_ns(self) -> int:
         return self.clock_ns

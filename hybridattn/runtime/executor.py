@@ -86,6 +86,10 @@ class Executor:
 
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None = None) -> list[Sampled]:
         """One pass for the GPU rows of ``batch``, or one round of detours when there are none."""
+        with self.device.driving():
+            return self._run(batch, idle, view)
+
+    def _run(self, batch: Batch | None, idle: Sequence[CpuRow], view: PassView | None) -> list[Sampled]:
         self._tally.begin(self.device.now_ns())
         self._fleet.begin_pass()
         if view is not None:

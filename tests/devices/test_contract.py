@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES, SKIPPED, WAITED, Op, Work
 from hybridattn.core.trace import violations
+from hybridattn.devices.cores import CorePlan
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
 from hybridattn.devices.registry import open_device, why_no_cuda
@@ -70,6 +72,23 @@ def op(name, lane, ms=1.0, run=None, priority=WAITED):
 
 def runs_closures(device):
     return device.kind != "simulated" or device.execute
+
+
+def test_who_drives_keeps_to_the_cores_that_are_left_to_it_and_gets_its_own_back(device):
+    before = os.sched_getaffinity(0)
+    kept = before if device.kind == "simulated" else set(device.cores.gpu)
+    with pytest.raises(KeyError), device.driving():
+        assert os.sched_getaffinity(0) == kept
+        raise KeyError
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_driver_whose_cores_are_gone_runs_where_it_may():
+    device, before = HostDevice(gpu_memory_bytes=1 << 20), os.sched_getaffinity(0)
+    device.cores = CorePlan(gpu=(4095,), pool=device.cores.pool)
+    with device.driving():
+        assert os.sched_getaffinity(0) == before
+    device.close()
 
 
 def test_every_op_appears_once_and_in_order(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -111,6 +112,17 @@ def test_an_engine_that_needs_another_torch_thread_count_is_refused(tiny):
         with pytest.raises(InputError, match="gpu_threads 2: another host device of this process uses 1"):
             open_tiny(tiny, device_options={"cores": CorePlan(gpu=(0, 1), pool=(0,))})
     open_tiny(tiny, device_options={"cores": CorePlan(gpu=(0, 1), pool=(0,))}).close()
+
+
+def test_the_driver_is_never_on_a_cpu_of_the_pool(tiny, monkeypatch):
+    """There it would go on when the attention that runs ends: it would wait for the CPU after all."""
+    before, seen = os.sched_getaffinity(0), []
+    with open_tiny(tiny, policy="async_overlap") as llm:
+        ask = llm.policy.ask
+        monkeypatch.setattr(llm.policy, "ask", lambda *a: (seen.append(os.sched_getaffinity(0)), ask(*a))[1])
+        llm.generate(TOKENS, SamplingParams(max_tokens=4))
+        assert seen and all(cpus == set(llm.device.cores.gpu) for cpus in seen)
+    assert os.sched_getaffinity(0) == before
 
 
 def test_the_driver_computes_nothing_and_joins_no_thread(tiny, monkeypatch):
