@@ -133,7 +133,8 @@ def _model(base: Path) -> str:
 
 
 def _allowed(base: Path) -> tuple[int, ...]:
-    for line in _text(base / "proc/self/status").splitlines():
+    """Of the calling thread: another one may keep to fewer for a while, and the process's file shows the first one's."""
+    for line in (_text(base / "proc/thread-self/status") or _text(base / "proc/self/status")).splitlines():
         if line.startswith("Cpus_allowed_list:"):
             return parse_list(line.split(":", 1)[1])
     return tuple(range(os.cpu_count() or 1))

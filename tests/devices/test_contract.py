@@ -11,6 +11,7 @@ from fake_cuda import FakeCuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cpu_kernels import topology
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES, SKIPPED, WAITED, Op, Work
 from hybridattn.core.trace import violations
@@ -81,6 +82,18 @@ def test_who_drives_keeps_to_the_cores_that_are_left_to_it_and_gets_its_own_back
         assert os.sched_getaffinity(0) == kept
         raise KeyError
     assert os.sched_getaffinity(0) == before
+
+
+def test_who_drives_does_not_narrow_what_other_threads_see_of_the_machine():
+    device, before, seen = HostDevice(gpu_memory_bytes=1 << 20), topology.read(), []
+    go = threading.Event()
+    other = threading.Thread(target=lambda: (go.wait(5), seen.append(topology.read())))
+    other.start()
+    with device.driving():
+        go.set()
+        other.join(5)
+    device.close()
+    assert seen == [before] == [topology.read()]
 
 
 def test_a_driver_whose_cores_are_gone_runs_where_it_may():
