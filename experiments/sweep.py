@@ -142,7 +142,7 @@ class Sweep:
         numbers = {key: i for i, key in enumerate(self.ids)}
         own = len(self.composed.points[0])
         job = Job(str(self.folder.path.resolve()), self.composed.launcher, numbers, own, git_commit(), fail_fast)
-        loader = self.composer.hydra.config_loader
+        loader: Any = self.composer.hydra.config_loader
         if self.composed.launcher == HERE:
             loader = ComposedOnce(loader, self.composed)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
