@@ -133,7 +133,7 @@ def _model(base: Path) -> str:
 
 
 def _allowed(base: Path) -> tuple[int, ...]:
-    """Of the calling thread: another one may keep to fewer for a while, and the process's file shows the first one's."""
+    """Of the calling thread: the first one of the process may keep to fewer for a while."""
     for line in (_text(base / "proc/thread-self/status") or _text(base / "proc/self/status")).splitlines():
         if line.startswith("Cpus_allowed_list:"):
             return parse_list(line.split(":", 1)[1])
