@@ -19,7 +19,7 @@ from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import SyncOffload
 
 CHECK_POINTS = ((3, 3, 128), (6, 12, 384))  # GPU rows, CPU rows, keys: none of them is in the tables
-PASSES = 3
+PASSES, ROUNDS = 3, 2  # of passes at each point, at two moments: others may have used the machine at one of them
 # Linear stages may have the rows of both tiers, and their time has steps between powers of two.
 LINEAR_ROWS = (6, 10, 12, 24, 2 * max(ROWS))
 MIXED, MIXED_ROWS = (SyncOffload, Asymmetric), ((2, 6), (8, 8), (4, 12))  # GPU rows, CPU rows
@@ -72,13 +72,13 @@ def _quantity(ns: float, source: str) -> Quantity:
     return Quantity(max(1.0, ns), "ns", "measured", source)
 
 
-def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
-    """Measure every table of the profile: ops of the GPU lane in passes without CPU rows, the others beside it."""
-    samples: list[Sample] = []
-    decodes: list[Timed] = []
+def _measure_tables(
+    bench: Bench, samples: list[Sample], decodes: list[Timed], show: Callable[[int, str], None]
+) -> None:
+    """Add the samples of every point, and the decode passes with rows on both tiers."""
     steps = [(rows, context) for context in CONTEXTS for rows in ROWS]
     for i, (rows, context) in enumerate(steps, start=1):
-        show(f"{i}/{len(steps) + len(CHUNKS)} {rows} rows of {context} keys on each tier")
+        show(i, f"{rows} rows of {context} keys on each tier")
         beside = bench.passes(rows, rows, context, PASSES)
         samples += samples_of(bench.passes(rows, 0, context, PASSES))
         samples += [s for s in samples_of(beside) if s.lane != GPU]
@@ -86,8 +86,21 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
     for rows in LINEAR_ROWS:
         samples += [s for s in samples_of(bench.passes(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
     for i, chunk in enumerate(CHUNKS, start=len(steps) + 1):
-        show(f"{i}/{len(steps) + len(CHUNKS)} a prompt of {chunk} tokens")
+        show(i, f"a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
+
+
+def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
+    """Measure every table of the profile: ops of the GPU lane in passes without CPU rows, the others beside it."""
+    samples: list[Sample] = []
+    decodes: list[Timed] = []
+    steps = len(CONTEXTS) * len(ROWS) + len(CHUNKS)
+    for before in range(0, ROUNDS * steps, steps):
+
+        def say(i: int, what: str, before: int = before) -> None:
+            show(f"{before + i}/{ROUNDS * steps} {what}")
+
+        _measure_tables(bench, samples, decodes, say)
     build = {name: importlib.import_module(name).__version__ for name in ("torch", "llvmlite")}
     costs = driver_costs(bench) | handover_costs(decodes)
 
