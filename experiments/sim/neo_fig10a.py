@@ -140,14 +140,9 @@ def scan(at: Box, outputs: Sequence[int], count: int, pool: Executor) -> list[di
 
 def hosts(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each assumption about host memory, by its name: every box once."""
-    most: dict[str, int] = {}
-    for r in rows:
-        most[r["box"]] = max(r["host_tokens"], most.get(r["box"], 0))
+    names = {"host K,V scaled to RAM": None, f"at most {KERNEL_TOKENS:,} tokens of host K,V": KERNEL_TOKENS}
     return {
-        "host K,V scaled to RAM": [r for r in rows if r["host_tokens"] == most[r["box"]]],
-        f"at most {KERNEL_TOKENS:,} tokens of host K,V": [
-            r for r in rows if r["host_tokens"] == box(r["box"], KERNEL_TOKENS).cpu_tokens
-        ],
+        name: [r for r in rows if r["host_tokens"] == box(r["box"], most).cpu_tokens] for name, most in names.items()
     }
 
 

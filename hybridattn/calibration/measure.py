@@ -6,6 +6,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import count, product
 
 from hybridattn.calibration.bench import CHUNKS, CONTEXTS, ROWS, TIMEOUT_NS, Bench
 from hybridattn.calibration.samples import AXES, Timed, handovers, samples_of, thinned
@@ -72,21 +73,18 @@ def _quantity(ns: float, source: str) -> Quantity:
     return Quantity(max(1.0, ns), "ns", "measured", source)
 
 
-def _measure_tables(
-    bench: Bench, samples: list[Sample], decodes: list[Timed], show: Callable[[int, str], None]
-) -> None:
+def _measure_tables(bench: Bench, samples: list[Sample], decodes: list[Timed], show: Callable[[str], None]) -> None:
     """Add the samples of every point, and the decode passes with rows on both tiers."""
-    steps = [(rows, context) for context in CONTEXTS for rows in ROWS]
-    for i, (rows, context) in enumerate(steps, start=1):
-        show(i, f"{rows} rows of {context} keys on each tier")
+    for context, rows in product(CONTEXTS, ROWS):
+        show(f"{rows} rows of {context} keys on each tier")
         beside = bench.passes(rows, rows, context, PASSES)
         samples += samples_of(bench.passes(rows, 0, context, PASSES))
         samples += [s for s in samples_of(beside) if s.lane != GPU]
         decodes += beside
     for rows in LINEAR_ROWS:
         samples += [s for s in samples_of(bench.passes(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
-    for i, chunk in enumerate(CHUNKS, start=len(steps) + 1):
-        show(i, f"a prompt of {chunk} tokens")
+    for chunk in CHUNKS:
+        show(f"a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
 
 
@@ -94,13 +92,9 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
     """Measure every table of the profile: ops of the GPU lane in passes without CPU rows, the others beside it."""
     samples: list[Sample] = []
     decodes: list[Timed] = []
-    steps = len(CONTEXTS) * len(ROWS) + len(CHUNKS)
-    for before in range(0, ROUNDS * steps, steps):
-
-        def say(i: int, what: str, before: int = before) -> None:
-            show(f"{before + i}/{ROUNDS * steps} {what}")
-
-        _measure_tables(bench, samples, decodes, say)
+    number, total = count(1), ROUNDS * (len(CONTEXTS) * len(ROWS) + len(CHUNKS))
+    for _ in range(ROUNDS):
+        _measure_tables(bench, samples, decodes, lambda what: show(f"{next(number)}/{total} {what}"))
     build = {name: importlib.import_module(name).__version__ for name in ("torch", "llvmlite")}
     costs = driver_costs(bench) | handover_costs(decodes)
 
