@@ -131,7 +131,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a JSONL file; InputError names the line that cannot be used."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand in a string
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts-file {path} cannot be read: {error}") from error
     prompts = []

@@ -61,31 +61,66 @@ class SampleRow:
         return self.params.greedy and not self.params.penalised and not self.blocked
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """One token id per row.
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row from which no token can be drawn. ``reason`` is one sentence without the row's number."""
+
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"logits of row {self.row} {self.reason}"
+
+
+def sample_each(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | RowFault]:
+    """One token id per row, or why that row has none: the fault of one row is its own, the others draw as if alone.
 
     Parameters
     ----------
     logits : float32 ``[n, vocab_size]``; left as they are
     rows : one per row of ``logits``
 
+    Returns
+    -------
+    Per row a token id, or a `RowFault`: a maximum that is not finite (NaN, an infinity), penalties that make it so, or
+    no token that is allowed.
+
     Raises
     ------
-    InputError : another number of rows, or a row of logits with NaN, plus infinity or nothing above minus infinity
+    InputError : another number of rows
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows):
         raise InputError(f"logits have shape {tuple(logits.shape)} for {len(rows)} rows")
-    best = argmax(logits)
+    best = argmax_each(logits)
     return [
-        token if row.plain else _choose(logits[i], row, i)
-        for i, (row, token) in enumerate(zip(rows, best, strict=True))
+        found if row.plain or isinstance(found, RowFault) else _choose(logits[i], row, i)
+        for i, (row, found) in enumerate(zip(rows, best, strict=True))
     ]
 
 
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """As `sample_each`, where the fault of any row is an InputError."""
+    return _all_tokens(sample_each(logits, rows))
+
+
 def argmax(logits: torch.Tensor) -> list[int]:
+    """As `argmax_each`, where the fault of any row is an InputError."""
+    return _all_tokens(argmax_each(logits))
+
+
+def _all_tokens(found: list[int | RowFault]) -> list[int]:
+    tokens = []
+    for token in found:
+        if isinstance(token, RowFault):
+            raise InputError(str(token))
+        tokens.append(token)
+    return tokens
+
+
+def argmax_each(logits: torch.Tensor) -> list[int | RowFault]:
     """Index of the largest logit of each row of ``[n, vocab_size]``, the lowest index among equals.
 
-    ``torch.argmax`` promises no order among equals. InputError for a row whose maximum is not finite.
+    ``torch.argmax`` promises no order among equals. A row whose maximum is not finite has a `RowFault` instead.
     """
     if logits.device.type == "cpu":
         values = logits.detach().float().numpy()
@@ -93,9 +128,13 @@ def argmax(logits: torch.Tensor) -> list[int]:
         top = values[np.arange(len(values)), indices]
     else:
         indices, top = (t.cpu().numpy() for t in first_maximum(logits))
-    for row in np.flatnonzero(~np.isfinite(top)):
-        raise InputError(f"logits of row {row} have the maximum {top[row]}, expected a finite number")
-    return [int(i) for i in indices]
+    return [
+        _token_or_fault(row, int(token), value) for row, (token, value) in enumerate(zip(indices, top, strict=True))
+    ]
+
+
+def _token_or_fault(row: int, token: int, top: float) -> int | RowFault:
+    return token if math.isfinite(top) else RowFault(row, f"have the maximum {top}, expected a finite number")
 
 
 def first_maximum(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,16 +144,27 @@ def first_maximum(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(logits == most, ids, logits.shape[1]).amin(dim=1), most[:, 0].float()
 
 
-def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int:
+@np.errstate(all="ignore")  # extreme penalties and temperatures overflow; what that leaves is looked at below
+def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int | RowFault:
     values = logits.detach().cpu().numpy().astype(np.float64)  # by NumPy: torch would wake its thread pool for it
     _penalise(values, row)
+    top = values.max()
+    if not math.isfinite(top):
+        return RowFault(index, f"have the maximum {top} after {_penalties(row.params)}, expected a finite number")
     values[[i for i in row.blocked if i < len(values)]] = -math.inf
     top = values.max()
     if top == -math.inf:
-        raise InputError(f"logits of row {index} leave no token that is allowed")
+        return RowFault(index, f"leave no token that is allowed: {len(row.blocked)} ids are blocked until min_tokens")
     if row.params.greedy:
         return int(values.argmax())
     return _draw(values, row, top)
+
+
+def _penalties(p: SamplingParams) -> str:
+    return (
+        f"repetition_penalty {p.repetition_penalty:g}, presence_penalty {p.presence_penalty:g} and "
+        f"frequency_penalty {p.frequency_penalty:g}"
+    )
 
 
 def _penalise(values: np.ndarray, row: SampleRow) -> None:
@@ -122,13 +172,18 @@ def _penalise(values: np.ndarray, row: SampleRow) -> None:
     published formula of the OpenAI API) over the output; in place."""
     p = row.params
     if p.repetition_penalty != 1.0:
-        seen = np.unique(np.array(row.history, dtype=np.int64))
+        seen = _within(np.unique(np.array(row.history, dtype=np.int64)), values)
         old = values[seen]
         values[seen] = np.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
     if p.presence_penalty or p.frequency_penalty:
         output = np.array(row.history[row.num_prompt :], dtype=np.int64)
-        seen, counts = np.unique(output, return_counts=True)
+        seen, counts = np.unique(_within(output, values), return_counts=True)
         values[seen] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def _within(ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Ids that have a logit: a tokenizer may have more than the model."""
+    return ids[ids < len(values)]
 
 
 def _draw(values: np.ndarray, row: SampleRow, top: float) -> int:

@@ -15,6 +15,7 @@ be read with file, line and value.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import warnings
@@ -69,14 +70,14 @@ def read_mooncake(path: str | Path, *, keep_empty: bool = False) -> Workload:
     """A Mooncake trace (JSON lines; Qin et al., FAST 2025)."""
     path = Path(path)
     rows: list[Row] = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # not splitlines: U+2028 may stand in a string
         if not line.strip():
             continue
         where = f"{path.name} line {number}"
         try:
             data = json.loads(line)
             fields = data["timestamp"], data["input_length"], data["output_length"]
-        except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{where}: needs timestamp, input_length and output_length as JSON, got {line[:80]!r}"
             ) from error
@@ -110,7 +111,7 @@ def read_sharegpt(
     path = Path(path)
     try:
         data = json.loads(_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(data, list):
         raise InputError(f"{path.name}: a list of conversations is needed, got a {type(data).__name__}")
@@ -170,20 +171,26 @@ def _text(path: Path) -> str:
 
 def _csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """Where, and the values of ``columns``, for each line that is not blank; other columns are ignored."""
-    reader = csv.reader(_text(path).splitlines())
+    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        yield from _chosen_columns(path, reader, columns)
+    except csv.Error as error:
+        raise InputError(f"{path.name} line {reader.line_num} is no CSV: {error}") from error
+
+
+def _chosen_columns(path: Path, reader: Any, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     header = [h.strip() for h in next(reader, [])]
     missing = [c for c in columns if c not in header]
     if missing:
         raise InputError(f"{path.name} lacks the column {', '.join(missing)}; its first line is {','.join(header)!r}")
     indices = [header.index(c) for c in columns]
-    for number, row in enumerate(reader, start=2):
+    for row in reader:
         if not any(cell.strip() for cell in row):
             continue
+        where = f"{path.name} line {reader.line_num}"
         if len(row) <= max(indices):
-            raise InputError(
-                f"{path.name} line {number}: {len(row)} columns, {max(indices) + 1} are needed: {','.join(row)!r}"
-            )
-        yield f"{path.name} line {number}", [row[i].strip() for i in indices]
+            raise InputError(f"{where}: {len(row)} columns, {max(indices) + 1} are needed: {','.join(row)!r}")
+        yield where, [row[i].strip() for i in indices]
 
 
 def _count(value: Any, name: str, where: str) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
-from hybridattn.models.sampling import SampleRow, argmax, first_maximum, sample, uniform
+from hybridattn.models.sampling import RowFault, SampleRow, argmax, first_maximum, sample, sample_each, uniform
 from hybridattn.runtime.params import SamplingParams
 
 V = 50
@@ -255,3 +255,66 @@ def test_nothing_left_to_draw_is_refused():
         sample(values, [SampleRow(SamplingParams(), 0, 0, blocked=(2,))])
     with pytest.raises(InputError, match=r"shape \(1, 50\) for 2 rows"):
         sample(values, [row(), row()])
+
+
+def legal_params() -> st.SearchStrategy[SamplingParams]:
+    """Any parameters that are accepted, extreme ones among them."""
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.just(9),
+        min_tokens=st.sampled_from([0, 9]),
+        temperature=st.sampled_from([5e-324, 1e-6, 0.8, 1e308, math.inf]),
+        top_k=st.sampled_from([-1, 1, 7]),
+        top_p=st.sampled_from([0.0, 0.5, 1.0]),
+        min_p=st.sampled_from([0.0, 0.3, 1.0]),
+        repetition_penalty=st.sampled_from([5e-324, 1e-300, 1.0, 1.3, 1e6]),
+        presence_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+        frequency_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+        stop_token_ids=st.sampled_from([(), (1,), tuple(range(V))]),
+    )
+
+
+def damage(values: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "all":
+        values[:] = math.nan
+    elif kind != "none":
+        values[3] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[kind]
+    return values
+
+
+@given(
+    params=st.lists(legal_params(), min_size=2, max_size=5),
+    kinds=st.lists(st.sampled_from(["none", "none", "nan", "inf", "-inf", "all"]), min_size=5, max_size=5),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=150)
+def test_S01_any_row_beside_any_other_gets_what_it_gets_alone(params, kinds, seed):
+    """A fault of one row stays in that row, whatever its parameters and logits are, and never becomes an exception."""
+    values = torch.stack([damage(logits(seed + i)[0], kinds[i]) for i in range(len(params))])
+    requests = [SimpleNamespace(token_ids=[4, 3, 3, V + 7], num_prompt=2, params=p) for p in params]
+    rows = [SampleRow.of(request, seed + i, (2,)) for i, request in enumerate(requests)]
+    together = sample_each(values, rows)
+    for i, found in enumerate(together):
+        (alone,) = sample_each(values[i : i + 1], [rows[i]])
+        if isinstance(found, RowFault):
+            assert (found.row, found.reason) == (i, alone.reason)
+        else:
+            assert found == alone and 0 <= found < V and found not in rows[i].blocked
+
+
+def test_S01_each_fault_is_told_in_a_sentence():
+    values = logits(3, 5)
+    values[1, 4] = math.nan
+    values[2] = -math.inf
+    seen = {"history": (int(values[3].argmax()),), "num_prompt": 1}
+    wild = SampleRow(SamplingParams(temperature=1.0, repetition_penalty=5e-324), 1, 0, **seen)
+    shut = SampleRow(SamplingParams(temperature=1.0), 1, 0, blocked=tuple(range(V)))
+    found = sample_each(values, [row(), row(temperature=1.0), row(), wild, shut])
+    assert found[0] == argmax(values[:1])[0]
+    assert list(map(str, found[1:])) == [
+        "logits of row 1 have the maximum nan, expected a finite number",
+        "logits of row 2 have the maximum -inf, expected a finite number",
+        "logits of row 3 have the maximum inf after repetition_penalty 4.94066e-324, presence_penalty 0 and "
+        "frequency_penalty 0, expected a finite number",
+        "logits of row 4 leave no token that is allowed: 50 ids are blocked until min_tokens",
+    ]

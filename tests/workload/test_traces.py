@@ -181,3 +181,27 @@ def test_readers_are_quiet_on_a_good_file(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_burstgpt(write(tmp_path / "b.csv", BURST + "1,GPT-4,1,1,2,x\n1,GPT-4,1,1,2,x\n"))
+
+
+# Line ends to `str.splitlines`, but neither to JSON lines nor to CSV.
+NO_LINE_ENDS = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
+
+
+@pytest.mark.parametrize("mark", NO_LINE_ENDS, ids=ascii)
+def test_separators_inside_a_string_end_no_line(tmp_path, mark):
+    text = f'{{"timestamp": 5, "input_length": 2, "output_length": 3, "note": "a{mark}b"}}\n' * 2
+    if mark >= "\x80":  # JSON has the others escaped
+        found = read_mooncake(write(tmp_path / "m.jsonl", text))
+        assert [(i.prompt_tokens, i.output_tokens) for i in found.items] == [(2, 3)] * 2
+    found = read_burstgpt(write(tmp_path / "b.csv", BURST + f"1,a{mark}b,4,5,9,x\n2,a{mark}b,6,7,9,x\n"))
+    assert [(i.prompt_tokens, i.output_tokens) for i in found.items] == [(4, 5), (6, 7)]
+    assert len(read_burstgpt(tmp_path / "b.csv", model=f"a{mark}b").items) == 2
+
+
+def test_a_quoted_cell_may_hold_a_line_end_and_an_open_quote_is_refused(tmp_path):
+    found = read_burstgpt(write(tmp_path / "b.csv", BURST + '1,"a\nb",4,5,9,x\n2,"c, d",6,7,9,x\n'))
+    assert [(i.prompt_tokens, i.output_tokens) for i in found.items] == [(4, 5), (6, 7)]
+    with pytest.raises(InputError, match=r"b\.csv line 4: the time is 'noon'"):
+        read_burstgpt(write(tmp_path / "b.csv", BURST + '1,"a\nb",4,5,9,x\nnoon,c,6,7,9,x\n'))
+    with pytest.raises(InputError, match=r"b\.csv line 3 is no CSV: unexpected end of data"):
+        read_burstgpt(write(tmp_path / "b.csv", BURST + '1,"a,4,5,9,x\n2,c,6,7,9,x\n'))
