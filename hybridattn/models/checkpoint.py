@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hybridattn.core.errors import InputError
-from hybridattn.models.config import read_json
+from hybridattn.models.config import each_key_once, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,7 +42,8 @@ class Checkpoint:
         try:
             handle = safe_open(path, framework="pt", device="cpu")
             names = list(handle.keys())
-        except (SafetensorError, OSError) as e:
+            _check_names(path)
+        except (SafetensorError, OSError, ValueError) as e:
             raise InputError(f"{path} is not a readable safetensors file: {e}") from e
         for name in names:
             if name in self._where:
@@ -63,6 +65,11 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._where)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name, from the headers."""
+        return {name: tuple(self._files[path].get_slice(name).get_shape()) for name, path in self._where.items()}
+
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor ``name`` as stored (a view of the mapped file); InputError if absent, misshapen or no float."""
         if name not in self._where:
@@ -75,6 +82,13 @@ class Checkpoint:
         if not tensor.is_floating_point():
             raise InputError(f"tensor '{name}' of checkpoint {self.folder} is {tensor.dtype}, expected a float dtype")
         return tensor
+
+
+def _check_names(path: Path) -> None:
+    """ValueError if a name is in the header twice: of two tensors, the library would give the second."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        json.loads(file.read(length), object_pairs_hook=each_key_once)
 
 
 def _shards(folder: Path) -> list[Path]:

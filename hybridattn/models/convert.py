@@ -10,14 +10,18 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.models.config import parse_config
+from hybridattn.models.expected import listed
 from hybridattn.models.gguf_facts import GgufFacts
-from hybridattn.models.gguf_header import check_header
+from hybridattn.models.gguf_header import GgufHeader, check_header
+from hybridattn.models.gguf_tensors import check_places, check_tensors, check_whole
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when the converted folder changes
+CONVERTER_VERSION = 2  # part of the cache key: raise it when the converted folder changes
 GGUF_ARCHITECTURES = ("llama", "phi3", "qwen2", "qwen3")
 _SAMPLE_BYTES = 1 << 20
 
@@ -43,13 +47,16 @@ def converted(path: Path, version: str = "") -> Path:
     final = cache_dir() / "models" / _key(path, version)
     if final.is_dir():
         return final
-    check_header(path)
+    header = check_header(path)
+    check_places(path, header)
+    facts = GgufFacts.read(path)
+    check_whole(path, facts.metadata, header.tensors)
     final.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     print(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) once into {final}", file=sys.stderr, flush=True)
     work = Path(tempfile.mkdtemp(prefix=".converting-", dir=final.parent))
     try:
-        _convert(path, work)
+        _convert(path, work, facts, header)
         _publish(work, final)
     except (InputError, OSError):  # a file that is refused, a disk that is full
         raise
@@ -85,25 +92,31 @@ def _publish(work: Path, final: Path) -> None:
             raise
 
 
-def _convert(path: Path, folder: Path) -> None:
+def _convert(path: Path, folder: Path, facts: GgufFacts, header: GgufHeader) -> None:
     """Writes weights, config and tokenizer of ``path`` into ``folder`` through transformers."""
     # Imported here because a start from the cache must not pay for transformers (seconds).
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    facts = GgufFacts.read(path)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    config = AutoConfig.from_pretrained(**where)
+    _correct(config, facts)
+    decoder = parse_config(config.to_dict(), name=path.name)
+    facts.check_heads(path.name, decoder.shape.head_dim)
+    check_tensors(path, header, decoder)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.save_pretrained(folder)
     _set_pre_tokenizer(folder / "tokenizer.json", facts.pre_tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **where, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    model, report = loaded
+    _check_report(path.name, report)
     # transformers refuses to save what it loaded from a GGUF, although the weights are plain float32 by now. A fresh
     # model of the same config, without the mark, can be saved.
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if facts.rope_scaling:
-        config.rope_parameters = {**config.rope_parameters, **facts.rope_scaling}
     with torch.device("meta"):
         plain = type(model)(config)
     plain.load_state_dict(model.state_dict(), assign=True)
@@ -112,6 +125,21 @@ def _convert(path: Path, folder: Path) -> None:
     plain.save_pretrained(folder)
     del model, plain
     gc.collect()
+
+
+def _correct(config: Any, facts: GgufFacts) -> None:
+    """What transformers reads otherwise than the file means it: rotary settings, and the window of its own default."""
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": facts.rope_theta, **facts.rope_scaling}
+    if getattr(config, "sliding_window", None) is not None:  # the facts refuse a file that declares one
+        config.sliding_window = None
+
+
+def _check_report(name: str, report: Mapping[str, Any]) -> None:
+    """InputError for what the loader itself says about missing, unread and misshapen tensors."""
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in report.get(kind) or ())
+        if keys:
+            raise InputError(f"{name}: {kind.removesuffix('_keys')} when loaded: {listed(keys)}")
 
 
 def _set_pre_tokenizer(path: Path, pre_tokenizer: dict[str, Any] | None) -> None:

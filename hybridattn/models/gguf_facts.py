@@ -43,12 +43,14 @@ class GgufFacts:
     """Checked metadata of a GGUF file.
 
     ``pre_tokenizer`` replaces that of tokenizer.json (None: keep it). ``rope_scaling`` are entries for the config's
-    ``rope_parameters`` (empty: no scaling).
+    ``rope_parameters`` (empty: no scaling). ``metadata`` are all entries, of an array its length.
     """
 
     architecture: str
     pre_tokenizer: dict[str, Any] | None
+    rope_theta: float
     rope_scaling: dict[str, Any]
+    metadata: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> GgufFacts:
@@ -60,7 +62,40 @@ class GgufFacts:
             raise InputError(f"{name}: architecture '{arch}' is not supported; known: {known}")
         if f"{arch}.attention.sliding_window" in meta:
             raise InputError(f"{name}: a sliding window in a GGUF is not supported; use the safetensors folder")
-        return cls(arch, _pre_tokenizer(name, meta), _rope_scaling(name, arch, meta, rope_freqs))
+        _check_keys(name, arch, meta)
+        theta = float(meta.get(f"{arch}.rope.freq_base", 10000.0))
+        return cls(arch, _pre_tokenizer(name, meta), theta, _rope_scaling(name, arch, meta, rope_freqs), meta)
+
+    def check_heads(self, name: str, head_dim: int) -> None:
+        """InputError for a file whose own sizes of a head differ from ``head_dim``."""
+        for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+            given = self.metadata.get(f"{self.architecture}.{key}", head_dim)
+            if given != head_dim:
+                raise InputError(f"{name}: {self.architecture}.{key} is {given}, but a head has {head_dim} dimensions")
+
+
+# What is read of the entries below the architecture's name. An entry of another name may change the arithmetic.
+_NEEDED = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
+_READ = (
+    *_NEEDED, "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
+)  # fmt: skip
+_NO_EXPERTS = ("expert_count", "expert_used_count")  # 0 in files of models without experts
+
+
+def _check_keys(name: str, arch: str, meta: Mapping[str, Any]) -> None:
+    for key in _NEEDED:
+        if f"{arch}.{key}" not in meta:
+            raise InputError(f"{name}: {arch}.{key} is missing")
+    for key, value in meta.items():
+        short = key.removeprefix(f"{arch}.")
+        if short == key or short in _READ or (short in _NO_EXPERTS and value == 0):
+            continue
+        raise InputError(f"{name}: the entry {key} ({value!r}) is not understood")
 
 
 def _metadata(path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -94,12 +129,16 @@ def _pre_tokenizer(name: str, meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _rope_scaling(name: str, arch: str, meta: Mapping[str, Any], rope_freqs: np.ndarray | None) -> dict[str, Any]:
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
     if kind not in ("none", "linear"):
         raise InputError(f"{name}: rope scaling '{kind}' is not supported in a GGUF; known: none, linear")
+    if kind == "none" and factor not in (0.0, 1.0):
+        raise InputError(f"{name}: {arch}.rope.scaling.factor is {factor:g}, but no rope.scaling.type reads it")
     if rope_freqs is not None:
+        if kind == "linear" and factor != 1.0:
+            raise InputError(f"{name}: it holds both rope_freqs.weight and a linear rope scaling by {factor:g}")
         theta = float(meta.get(f"{arch}.rope.freq_base", 10000.0))
         return _llama3_scaling(name, theta, rope_freqs.astype(np.float64))
-    factor = float(meta.get(f"{arch}.rope.scaling.factor", 1.0))
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
 
 

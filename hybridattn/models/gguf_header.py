@@ -9,6 +9,7 @@ comes before it; its time is bounded by the size of the file.
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybridattn.core.errors import InputError
@@ -19,12 +20,38 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
 
-def check_header(path: Path) -> None:
-    """InputError, naming the file and the place, unless every length in the header lies within the file."""
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as the header lists it.
+
+    ``shape`` is in row-major order (the file has the fastest dimension first), ``kind`` the number of its type,
+    ``offset`` the bytes from the start of the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a walk over the header found. ``data_start`` and ``alignment`` are bytes."""
+
+    tensors: tuple[TensorEntry, ...]
+    data_start: int
+    alignment: int
+
+
+def check_header(path: Path) -> GgufHeader:
+    """The header; InputError, naming the file and the place, unless every length in it lies within the file.
+
+    A key or a tensor that is there twice is refused too: a reader would take either of the two.
+    """
     if path.stat().st_size < 24:
         raise InputError(f"{path.name} is not a readable GGUF file: it has {path.stat().st_size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        _Walk(path.name, data).header()
+        return _Walk(path.name, data).header()
 
 
 class _Walk:
@@ -33,25 +60,40 @@ class _Walk:
     def __init__(self, name: str, data: mmap.mmap) -> None:
         self._name, self._data, self._at, self._size = name, data, 0, len(data)
 
-    def header(self) -> None:
+    def header(self) -> GgufHeader:
         if self._take(4) != b"GGUF":
             raise InputError(f"{self._name} is not a readable GGUF file: it does not begin with GGUF")
         version = self._number(4)
         if version not in VERSIONS:
             raise InputError(f"{self._name}: GGUF version {version} is not supported; known: 2, 3")
-        tensors, entries = self._count("tensors", 24), self._count("entries", 13)
+        count, entries = self._count("tensors", 24), self._count("entries", 13)
+        alignment, keys = 32, set[bytes]()
         for _ in range(entries):
-            self._string()
-            self._value(self._number(4))
-        for _ in range(tensors):
-            self._tensor()
+            key = self._string()
+            self._once(key, keys, "entry")
+            kind, start = self._number(4), self._at
+            self._value(kind)
+            if key == b"general.alignment":
+                alignment = int.from_bytes(self._data[start : self._at], "little")
+        if alignment < 1 or alignment & (alignment - 1):
+            raise InputError(f"{self._name}: general.alignment is {alignment}, a power of two is needed")
+        names = set[bytes]()
+        tensors = tuple(self._tensor(names) for _ in range(count))
+        return GgufHeader(tensors, -(-self._at // alignment) * alignment, alignment)
 
-    def _tensor(self) -> None:
-        self._string()
+    def _once(self, name: bytes, seen: set[bytes], what: str) -> None:
+        if name in seen:
+            raise InputError(f"{self._name}: the {what} '{name.decode(errors='replace')}' is there twice")
+        seen.add(name)
+
+    def _tensor(self, names: set[bytes]) -> TensorEntry:
+        name = self._string()
+        self._once(name, names, "tensor")
         dimensions = self._number(4)
         if dimensions > _MAX_DIMENSIONS:
             raise InputError(f"{self._name}: a tensor at byte {self._at} has {dimensions} dimensions, above 4")
-        self._take(8 * dimensions + 12)
+        shape = tuple(self._number(8) for _ in range(dimensions))
+        return TensorEntry(name.decode(errors="replace"), shape[::-1], self._number(4), self._number(8))
 
     def _value(self, kind: int) -> None:
         if kind == _STRING:
@@ -73,8 +115,8 @@ class _Walk:
         else:
             raise InputError(f"{self._name}: an array before byte {self._at} has elements of the unknown type {kind}")
 
-    def _string(self) -> None:
-        self._take(self._number(8))
+    def _string(self) -> bytes:
+        return self._take(self._number(8))
 
     def _count(self, what: str, least: int) -> int:
         """A count of things of at least ``least`` bytes each, all of which are still to come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import Checkpoint
 from hybridattn.models.config import DecoderConfig
+from hybridattn.models.expected import EMBED, FINAL_NORM, HEAD, compare, expected_tensors
+from hybridattn.models.rope import inverse_frequencies
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,10 +71,34 @@ def torch_dtype(dtype: str) -> torch.dtype:
 def load_weights(folder: Path, config: DecoderConfig, dtype: str = "fp32", device: str = "cpu") -> DecoderWeights:
     """Weights of a transformers safetensors folder, converted to ``dtype`` and copied: the files can go afterwards.
 
-    InputError names the file or the tensor that is missing, damaged or of the wrong shape (see ``Checkpoint``).
+    InputError names the file or the tensor that is missing, damaged, of the wrong shape or not read by such a model
+    (see ``Checkpoint``); all names and shapes are compared before the first tensor is read.
     """
+    to = torch_dtype(dtype)
     with Checkpoint(folder) as checkpoint:
-        return _Loader(checkpoint, config, torch_dtype(dtype), device).load()
+        _check_tensors(checkpoint, config)
+        return _Loader(checkpoint, config, to, device).load()
+
+
+def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Names and shapes that the config means are those that the files hold, both ways.
+
+    Two things may be there besides: a copy of the embedding as the head of a tied model, and rotary frequencies, which
+    files of before 2023 carry; each must be what the config says.
+    """
+    where, s = f"checkpoint {checkpoint.folder}", config.shape
+    tied_head = [HEAD] if s.tied_embeddings and HEAD in checkpoint.names else []
+    frequencies = [name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq")]
+    compare(where, expected_tensors(config), checkpoint.shapes, {*tied_head, *frequencies})
+    size = (s.vocab_size, s.hidden_size)
+    if tied_head and not torch.equal(checkpoint.read(HEAD, size), checkpoint.read(EMBED, size)):
+        raise InputError(
+            f"{where}: config.json says tie_word_embeddings, but '{HEAD}' differs from '{EMBED}'; one of them is wrong"
+        )
+    expected = inverse_frequencies(replace(config.rope, kind="default"), s.head_dim)
+    for name in frequencies:
+        if not torch.allclose(checkpoint.read(name, tuple(expected.shape)).float(), expected, rtol=1e-2, atol=1e-6):
+            raise InputError(f"{where}: '{name}' is not what rope theta {config.rope.theta:g} gives")
 
 
 class _Loader:
@@ -80,14 +106,14 @@ class _Loader:
 
     def __init__(self, checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: str) -> None:
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
-        self.fused_on_disk = config.architecture == "phi3"
+        self.fused_on_disk = config.fused_on_disk
 
     def load(self) -> DecoderWeights:
         s = self.config.shape
-        embed = self._stack([("model.embed_tokens.weight", s.vocab_size)], s.hidden_size)
+        embed = self._stack([(EMBED, s.vocab_size)], s.hidden_size)
         layers = tuple(self._layer(f"model.layers.{i}.") for i in range(s.num_layers))
-        head = embed if self._tied() else self._stack([("lm_head.weight", s.vocab_size)], s.hidden_size)
-        return DecoderWeights(embed, layers, self._vector("model.norm.weight", s.hidden_size), head)
+        head = embed if self._tied() else self._stack([(HEAD, s.vocab_size)], s.hidden_size)
+        return DecoderWeights(embed, layers, self._vector(FINAL_NORM, s.hidden_size), head)
 
     def _tied(self) -> bool:
         return self.config.shape.tied_embeddings

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import struct
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import INDEX, SINGLE, Checkpoint
 from hybridattn.models.config import read_config
+from hybridattn.models.expected import EMBED, HEAD, expected_tensors
+from hybridattn.models.locate import DUMMY_SHAPES
+from hybridattn.models.rope import inverse_frequencies
 from hybridattn.models.weights import load_weights, random_weights
 
 
@@ -113,6 +119,80 @@ def test_shards_and_one_file_give_the_same_weights(tiny_model):
     assert torch.equal(sharded.head, whole.head)
     for a, b in zip(sharded.layers, whole.layers, strict=True):
         assert torch.equal(a.qkv, b.qkv) and torch.equal(a.gate_up, b.gate_up) and torch.equal(a.down, b.down)
+
+
+ACTIONS = ("remove", "rename", "add", "truncate", "turn")
+
+
+@pytest.fixture(scope="module")
+def tiny_tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in expected_tensors(DUMMY_SHAPES["tiny"]).items()}
+
+
+@given(data=st.data(), action=st.sampled_from(ACTIONS))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_L07_no_tensor_may_lack_be_renamed_added_or_misshapen(data, action, tiny_tensors, tmp_path):
+    name = data.draw(st.sampled_from(sorted(tiny_tensors)))
+    tensors = dict(tiny_tensors)
+    value = tensors.pop(name)
+    other = data.draw(st.sampled_from([name + "s", "x." + name, name.replace(".", "_", 1)]))
+    if action == "add":
+        tensors[name] = value
+    if action in ("rename", "add"):
+        tensors[other] = value.clone()
+    if action == "truncate":
+        tensors[name] = value[:-1].clone()
+    if action == "turn":
+        assume(value.ndim == 2 and value.shape[0] != value.shape[1])
+        tensors[name] = value.T.contiguous()
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(InputError, match=re.escape(f"'{other if action == 'add' else name}'")):
+        load_weights(tmp_path, DUMMY_SHAPES["tiny"])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_the_expected_tensors_are_those_that_transformers_saves(architecture, tiny_model):
+    _, folder = tiny_model(architecture, **({"sliding_window": None} if architecture == "mistral" else {}))
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.shapes == expected_tensors(read_config(folder))
+
+
+def test_a_bias_that_the_config_does_not_know_is_refused(tiny_model):
+    _, folder = tiny_model("llama", attention_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    with pytest.raises(InputError, match=r"holds the tensors 'model\.layers\.0\.self_attn.*_proj\.bias'.* and 9 more"):
+        load_weights(folder, read_config(folder))
+
+
+def test_a_tied_head_may_be_stored_again_but_not_differ(tiny_tensors, tmp_path):
+    config, embed = DUMMY_SHAPES["tiny"], tiny_tensors[EMBED]
+    save_file({**tiny_tensors, HEAD: embed.clone()}, tmp_path / SINGLE)
+    weights = load_weights(tmp_path, config)
+    assert weights.head is weights.embed
+    save_file({**tiny_tensors, HEAD: embed + 1}, tmp_path / SINGLE)
+    with pytest.raises(
+        InputError, match="says tie_word_embeddings, but 'lm_head.weight' differs from 'model.embed_tok"
+    ):
+        load_weights(tmp_path, config)
+
+
+def test_rotary_frequencies_of_old_files_are_compared(tiny_tensors, tmp_path):
+    config, name = DUMMY_SHAPES["tiny"], "model.layers.1.self_attn.rotary_emb.inv_freq"
+    good = inverse_frequencies(config.rope, config.shape.head_dim)
+    save_file({**tiny_tensors, name: good.bfloat16()}, tmp_path / SINGLE)
+    load_weights(tmp_path, config)
+    save_file({**tiny_tensors, name: good / 4}, tmp_path / SINGLE)
+    with pytest.raises(InputError, match="'model.layers.1.self_attn.rotary_emb.inv_freq' is not what rope theta 10000"):
+        load_weights(tmp_path, config)
+
+
+def test_L07_a_name_twice_in_one_header_is_refused(tmp_path):
+    one, two = json.dumps({"t": entry(0, 8)})[1:-1], json.dumps({"t": entry(0, 8)})[1:-1]
+    text = f"{{{one}, {two}}}".encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(InputError, match="not a readable safetensors file: .*"):
+        Checkpoint(tmp_path)
 
 
 def test_weights_own_their_storage_and_report_its_size(tiny_model):

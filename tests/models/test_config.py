@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
-from hybridattn.models.config import DecoderConfig, RopeConfig, parse_config, read_config
+from hybridattn.models.config import DecoderConfig, RopeConfig, UnusedSettingWarning, parse_config, read_config
 
 LLAMA = {
     "model_type": "llama",
@@ -72,6 +74,31 @@ def test_S07_end_ids_are_the_union_of_all_sources():
         ({"num_key_value_heads": 4}, "num_q_heads 6 is not a multiple of num_kv_heads 4"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
+        ({"rope_scaling": {"factor": 4.0}}, "the rope settings have factor 4.0, but no rope_type that reads it"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 4.0}},
+            "'llama3' and type 'linear' differ",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "needs a number factor, got True"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "finetuned": 1}}, "'linear' has no setting 'finetuned'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
+            r"'default' has no setting 'factor' \(got 4.0\)",
+        ),
+        ({"rope_scaling_factor": 4.0}, "the key 'rope_scaling_factor' of config.json is not understood"),
+        ({"rotary_pct": 0.25}, "the key 'rotary_pct' of config.json is not understood"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_parameters 500000.0 and rope_theta 10000.0",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+            "rope_parameters .* and rope_scaling .* differ",
+        ),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer 0 a sliding one, but it has no sliding window"),
+        ({"layer_types": ["chunked_attention"] * 2}, "2 entries for 3 layers, unknown: chunked_attention"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(change, message):
@@ -113,3 +140,51 @@ def test_a_config_that_contradicts_itself_is_refused():
         DecoderConfig("llama", shape, 1e-6, RopeConfig(), (None,))
     with pytest.raises(InputError, match="sliding window of layer 1 must be at least 1, got 0"):
         DecoderConfig("llama", shape, 1e-6, RopeConfig(), (None, 0))
+
+
+@given(
+    spelling=st.sampled_from(["rope_scaling", "rope_parameters"]),
+    kind=st.sampled_from([None, "default", "linear", "llama3"]),
+    key=st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=3, max_size=12),
+    value=st.floats(0.1, 100) | st.integers(1, 9) | st.booleans(),
+)
+def test_L04_any_rope_key_that_is_not_read_is_refused_by_name(spelling, kind, key, value):
+    read = {
+        None: {},
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    }[kind]
+    assume(key not in (*read, "type"))
+    entries = {**read, key: value} if kind is None else {"rope_type": kind, **read, key: value}
+    with pytest.raises(InputError, match=f"{key}"):
+        parse_config({**LLAMA, spelling: entries})
+    with pytest.raises(InputError, match=f"'rope_{key}' of config.json is not understood"):
+        parse_config({**LLAMA, f"rope_{key}": value or 2})
+
+
+def test_keys_of_public_checkpoints_that_change_nothing_are_taken():
+    raw = {**LLAMA, "rope_interleaved": False, "is_llama_config": True, "pretraining_tp": 1, "num_experts": None}
+    assert parse_config({**raw, "rope_scaling": None, "logit_scale": 1.0}) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 5},
+        {"model_type": "qwen2", "sliding_window": 5, "num_key_value_heads": 2},
+        {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "num_key_value_heads": 2},
+    ],
+    ids=["llama has none", "not switched on", "too few layers"],
+)
+def test_a_declared_window_that_no_layer_uses_is_said(change):
+    with pytest.warns(UnusedSettingWarning, match="declares sliding_window 5, which no layer uses"):
+        config = parse_config({**LLAMA, **change})
+    assert config.layer_windows == (None, None, None)
+    parse_config({**LLAMA, **change, "use_sliding_window": False})  # the file itself switches it off: nothing is said
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"rope_theta": 1e4, "rope_theta": 5e5}')
+    with pytest.raises(InputError, match=r"config\.json is not valid JSON: the key 'rope_theta' is there twice"):
+        read_config(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
 from hybridattn.models.config import RopeConfig, read_config
@@ -25,6 +28,7 @@ from hybridattn.models.rope import inverse_frequencies
 from hybridattn.models.text import Tokenizer
 from hybridattn.models.weights import DecoderWeights, load_weights
 
+TINY = {"intermediate_size": 80, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 0}
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
 TOKENS = ["<|end|>", "<|start|>", *byte_alphabet(), "he", "hel", *(f"<unused{i}>" for i in range(40))]
 MERGES = ["h e", "he l"]
@@ -59,25 +63,38 @@ def write_gguf(tiny_model, tmp_path) -> Callable[..., tuple[Any, Path, Path]]:
     def write(architecture: str = "llama", rope_freqs: np.ndarray | None = None, **meta: Any) -> tuple[Any, Path, Path]:
         model, folder = tiny_model(architecture, **SIZES)
         path = tmp_path / "tiny.gguf"
-        writer = gguf.GGUFWriter(path, meta.pop("declared", architecture))
-        _metadata(writer, architecture, meta)
-        for name, tensor in model.state_dict().items():
-            _add_tensor(writer, architecture, name, tensor.numpy())
+        tensors = in_gguf(architecture, model)
         if rope_freqs is not None:
-            writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+            tensors["rope_freqs.weight"] = rope_freqs.astype(np.float32)
+        write_file(path, architecture, tensors, meta)
         return model, folder, path
 
     return write
 
 
+def write_file(path: Path, architecture: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, meta.get("declared", architecture))
+    _metadata(writer, architecture, meta)
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def in_gguf(architecture: str, model: Any) -> dict[str, np.ndarray]:
+    return dict(_gguf_tensor(architecture, name, value.numpy()) for name, value in model.state_dict().items())
+
+
+def nothing_in(cache: Path) -> bool:
+    return not cache.exists() or list(cache.iterdir()) == []
+
+
 def _metadata(writer: gguf.GGUFWriter, architecture: str, changes: dict[str, Any]) -> None:
     writer.add_name("tiny")
     writer.add_context_length(128)
-    writer.add_block_count(3)
+    writer.add_block_count(changes.get("block_count", 3))
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(80)
     writer.add_head_count(4)
@@ -96,23 +113,21 @@ def _metadata(writer: gguf.GGUFWriter, architecture: str, changes: dict[str, Any
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(False)
-    for key in ("rope.scaling.type", "rope.scaling.factor", "attention.sliding_window"):
-        if key in changes:
-            value = changes[key]
+    for key, value in changes.items():
+        if "." in key:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-            add(f"{architecture}.{key}", value)
+            add(key if key.startswith(("split.", "general.")) else f"{architecture}.{key}", value)
 
 
-def _add_tensor(writer: gguf.GGUFWriter, architecture: str, name: str, value: np.ndarray) -> None:
+def _gguf_tensor(architecture: str, name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
     plain = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, kind = name.rsplit(".", 1)
     if stem in plain:
-        writer.add_tensor(f"{plain[stem]}.{kind}", value)
-        return
+        return f"{plain[stem]}.{kind}", value
     _, _, layer, part = stem.split(".", 3)
     if architecture == "llama" and part.endswith(("q_proj", "k_proj")):
         value = interleaved(value, 4 if part.endswith("q_proj") else 2)
-    writer.add_tensor(f"blk.{layer}.{NAMES[part]}.{kind}", np.ascontiguousarray(value))
+    return f"blk.{layer}.{NAMES[part]}.{kind}", np.ascontiguousarray(value)
 
 
 def weights_of(folder: Path) -> DecoderWeights:
@@ -144,6 +159,18 @@ def test_L01_rows_of_q_and_k_are_put_back_in_order(architecture, write_gguf):
         ({"rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
         ({"attention.sliding_window": 16}, "sliding window in a GGUF is not supported"),
         ({"rope_freqs": np.array([1.0, 2.0, 3.0, 8.0])}, "rope_freqs.weight is not the llama3 scaling"),
+        ({"rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor is 4, but no rope\.scaling\.type reads it"),
+        (
+            {"rope.scaling.attn_factor": 1.2},
+            r"the entry llama\.rope\.scaling\.attn_factor \(1\.2.*\) is not understood",
+        ),
+        ({"attention.scale": 0.1}, r"the entry llama\.attention\.scale .* is not understood"),
+        ({"attention.key_length": 16}, r"llama\.attention\.key_length is 16, but a head has 8 dimensions"),
+        ({"expert_count": 0, "expert.count": 4}, r"the entry llama\.expert\.count \(4\) is not understood"),
+        ({"block_count": 4}, r"tiny\.gguf lacks the tensors 'blk\.3\.attn_norm\.weight', .* and 6 more"),
+        ({"block_count": 2}, r"tiny\.gguf holds the tensors 'blk\.2\..* and 6 more, which this model does not read"),
+        ({"split.count": 3, "split.no": 1}, "is shard 2 of 3 of a split GGUF; join the shards into one file first"),
+        ({"split.tensors.count": 99}, "holds 30 tensors of 99: it is a shard of a split GGUF"),
     ],
     ids=str,
 )
@@ -151,7 +178,101 @@ def test_L03_what_would_have_to_be_guessed_is_refused_and_leaves_nothing(change,
     _, _, path = write_gguf(**change)
     with pytest.raises(InputError, match=message):
         converted(path)
-    assert list(own_cache.iterdir()) == []
+    assert nothing_in(own_cache)
+
+
+@pytest.fixture(scope="module")
+def llama_tensors() -> dict[str, np.ndarray]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("llama", **{**TINY, **SIZES, "num_hidden_layers": 3})
+    return in_gguf("llama", AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+ACTIONS = ("remove", "rename", "add", "truncate", "turn", "lengthen")
+
+
+@given(data=st.data(), action=st.sampled_from(ACTIONS))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_L07_no_tensor_of_a_gguf_may_lack_be_renamed_added_or_misshapen(
+    data, action, llama_tensors, tmp_path, own_cache
+):
+    """The message names it, and nothing is written. A head that lacks is a tied one: no file says which was meant."""
+    name = data.draw(st.sampled_from(sorted(set(llama_tensors) - {"output.weight"})))
+    tensors = dict(llama_tensors)
+    value = tensors.pop(name)
+    other = name + "s" if action in ("rename", "add") else name
+    if action == "add":
+        tensors[name] = value
+    if action in ("rename", "add"):
+        tensors[other] = value
+    if action == "truncate":
+        tensors[name] = np.ascontiguousarray(value[:-1])
+    if action == "lengthen":
+        tensors[name] = np.concatenate([value, value[:1]])
+    if action == "turn":
+        assume(value.ndim == 2 and value.shape[0] != value.shape[1])
+        tensors[name] = np.ascontiguousarray(value.T)
+    write_file(tmp_path / "t.gguf", "llama", tensors, {})
+    with pytest.raises(InputError, match=re.escape(f"'{other if action == 'add' else name}'")):
+        converted(tmp_path / "t.gguf")
+    assert nothing_in(own_cache)
+
+
+def test_L07_a_gguf_without_an_embedding_is_refused(llama_tensors, tmp_path, own_cache):
+    rest = {name: value for name, value in llama_tensors.items() if name != "token_embd.weight"}
+    write_file(tmp_path / "t.gguf", "llama", rest, {})
+    with pytest.raises(InputError, match=r"t\.gguf lacks the tensor 'token_embd\.weight'"):
+        converted(tmp_path / "t.gguf")
+    assert nothing_in(own_cache)
+
+
+def moved(path: Path, name: str, change: Callable[[int], int]) -> None:
+    """Changes the offset that the header gives for a tensor."""
+    data = bytearray(path.read_bytes())
+    at = data.index(name.encode()) + len(name)
+    at += 4 + 8 * int.from_bytes(data[at : at + 4], "little") + 4
+    data[at : at + 8] = change(int.from_bytes(data[at : at + 8], "little")).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda at: at + 8, r"tensor 'blk\.1\.attn_v\.weight' begins at \d+, which is not aligned to 32 bytes"),
+        (lambda at: at - 32, r"tensor 'blk\.1\.attn_v\.weight' begins at byte \d+, inside the one before it"),
+        (lambda at: at + 32, r"32 bytes before tensor 'blk\.1\.attn_v\.weight' belong to no tensor"),
+        (lambda at: 0, r"begins at byte \d+, inside the one before it"),
+        (lambda at: 1 << 40, r"belong to no tensor|ends at byte"),
+    ],
+)
+def test_L07_tensors_of_a_gguf_lie_one_behind_the_other(change, message, write_gguf, own_cache):
+    _, _, path = write_gguf()
+    moved(path, "blk.1.attn_v.weight", change)
+    with pytest.raises(InputError, match=message):
+        converted(path)
+    assert nothing_in(own_cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-100], r"tensor '.*' ends at byte \d+ of \d+"),
+        (lambda data: data + bytes(64), "64 bytes after the last tensor belong to no tensor"),
+        (lambda data: data.replace(b"blk.1.attn_v.weight", b"blk.0.attn_v.weight"), "the tensor '.*' is there twice"),
+        (
+            lambda data: data.replace(b"llama.vocab_size", b"llama.block_coun"),
+            r"llama\.block_coun .* is not understood",
+        ),
+    ],
+    ids=["cut", "longer", "a tensor twice", "an unread entry"],
+)
+def test_L07_a_changed_gguf_is_refused_by_name(change, message, write_gguf, own_cache):
+    _, _, path = write_gguf()
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InputError, match=message):
+        converted(path)
+    assert nothing_in(own_cache)
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
@@ -234,7 +355,7 @@ def test_a_conversion_that_fails_leaves_no_folder_behind(write_gguf, own_cache, 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(OSError, match="disk full"):
         converted(path)
-    assert list(own_cache.iterdir()) == []
+    assert nothing_in(own_cache)
 
 
 SCRIPT = """
@@ -280,11 +401,11 @@ def test_whoever_publishes_second_takes_the_first_folder(write_gguf, own_cache, 
     real = convert._convert
     final: list[Path] = []
 
-    def slow(source: Path, folder: Path) -> None:
+    def slow(source: Path, folder: Path, *read: Any) -> None:
         monkeypatch.setattr(convert, "_convert", real)
         final.append(converted(source))
         (final[0] / "mark").touch()
-        real(source, folder)
+        real(source, folder, *read)
 
     monkeypatch.setattr(convert, "_convert", slow)
     assert converted(path) == final[0]
