@@ -17,13 +17,13 @@ from hybridattn.core.op import GPU
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import EXPOSED
 from hybridattn.cost.pricing import Constant, PriceModel, Pricing
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import POLICIES, make_policy
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.priced_stages import EXPOSED
 from hybridattn.workload.item import Workload
 
 ROOT = Path(__file__).parents[1]

@@ -1,8 +1,8 @@
-"""The control path as a server in front of an engine: tokenise, then schedule every pass, on cores that it shares.
+"""The control path as a server in front of an engine: tokenise, then schedule every step, on cores that it shares.
 
     request   |arrives|--queue--|tokenise|                                         first token
     tokenizer            FIFO   |########|--> ready
-    driver                                |schedule|pass|schedule|pass|...  ->     |
+    driver                                |schedule|step|schedule|step|...  ->     |
     engine                                         |GPU |        |GPU |
 
 Cores. ``threads`` that all want to run (attention workers W, control threads K, busy processes M) share N cores evenly,
@@ -13,7 +13,7 @@ as a fair scheduler gives them over times of many milliseconds; none runs faster
 Tokenising. T tokenizer threads, first come, first served; request i with p_i prompt tokens, arrived at a_i, starts when
 it is its turn and a thread is free, and takes (r + p_i t) / s, with r per request and t per token on a core of its own.
 
-Scheduling. The driver spends c / s before each pass, and o / s and q / s for every op that it submits and ticket that
+Scheduling. The driver spends c / s before each step, and o / s and q / s for every op that it submits and future that
 it polls. The GPU waits for the first of these and hides the others as far as the driver runs ahead.
 
 What this leaves out: wake-up latencies, priorities and pinning, that a thread which slept gets its core sooner than its

@@ -141,7 +141,7 @@ ROWS = (  # title, name in the metrics, divided by, format
     ("polls made", "polls_made", 1, "{:.0f}"),
     ("polls hit", "polls_hit", 1, "{:.0f}"),
     ("polls missed", "polls_missed", 1, "{:.0f}"),
-    ("layers a cohort advances per pass", "layers_per_iteration", 1, "{:.2f}"),
+    ("layers a micro-batch advances per step", "layers_per_iteration", 1, "{:.2f}"),
     ("CPU share of busy time", "cpu_share_busy_time_fraction", 0.01, "{:.1f} %"),
     ("CPU share of work (bytes)", "cpu_share_work_fraction", 0.01, "{:.1f} %"),
 )

@@ -1,9 +1,9 @@
 """What a sweep found, as lines for people: crossovers, where more stops helping, extremes, and the experiment's own.
 
-    rows -> panels -> crossovers        "A10, async_overlap over gpu_only: pays from 8.25 ... on (8 to 9, ...)"
-                   -> a ladder          "A10, async_overlap: 16 cores are enough ..."
-                   -> neither of them   "A10, group 4: 0.61 (at 256) to 0.93 (at 16384)"
-         -> verdict(rows)               whatever the experiment's own function says
+rows -> panels -> crossovers        "A10, async_overlap over gpu_only: pays from 8.25 ... on (8 to 9, ...)"
+               -> a ladder          "A10, async_overlap: 16 cores are enough ..."
+               -> neither of them   "A10, group 4: 0.61 (at 256) to 0.93 (at 16384)"
+     -> verdict(rows)               whatever the experiment's own function says
 """
 
 from __future__ import annotations

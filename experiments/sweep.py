@@ -27,7 +27,7 @@ from experiments.point import Job
 from experiments.projection import duration, seconds_per_point, workers
 from experiments.results import ResultFolder
 from hybridattn.core.errors import InputError
-from hybridattn.runtime.provenance import git_commit
+from hybridattn.core.provenance import git_commit
 
 WATCH_S = 0.2
 HERE = "basic"  # the launcher that runs points in this process

@@ -28,13 +28,13 @@ def _grid(panel: Panel, question: Question) -> np.ndarray:
 
 
 def _one_layer_overlap(panel: Panel, question: Question) -> list[Line]:
-    """Section 3: one layer per pass, CPU not saturated."""
+    """Section 3: one layer per step, CPU not saturated."""
     with_rows = [r for r in panel.rows if r.get("stretch") is not None]
     if len({(r["stretch"], r["num_layers"]) for r in with_rows}) != 1:
         return []  # nothing to draw, or several settings in one panel, for which no single line holds
     d, layers = float(with_rows[0]["stretch"]), int(with_rows[0]["num_layers"])
     xs = _grid(panel, question)
-    label = "theory: one layer per pass"
+    label = "theory: one layer per step"
     return [Line(label, tuple(xs), tuple(overlap_gain(x, d, layers) for x in xs))]
 
 

@@ -1,7 +1,7 @@
 """Trackers: a second sink, filled after the rows are safe, by a process of its own that cannot block or lose anything.
 
-    sweep  |point|point|point|rows, figures, summary|           exit
-    sink                                            |--wandb--| at most timeout_s, then it is ended
+sweep  |point|point|point|rows, figures, summary|           exit
+sink                                            |--wandb--| at most timeout_s, then it is ended
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridattn.runtime.call import Output
-    from hybridattn.runtime.llm import LLM
-    from hybridattn.runtime.params import SamplingParams
+    from hybridattn.core.params import SamplingParams
+    from hybridattn.engine.call import Output
+    from hybridattn.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "hybridattn.runtime.llm",
-    "Output": "hybridattn.runtime.call",
-    "SamplingParams": "hybridattn.runtime.params",
+    "LLM": "hybridattn.llm",
+    "Output": "hybridattn.engine.call",
+    "SamplingParams": "hybridattn.core.params",
 }
 
 

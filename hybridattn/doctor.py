@@ -11,10 +11,10 @@ import psutil
 import torch
 
 from cpu_kernels import backends, isa, topology
+from hybridattn.core.provenance import git_commit
 from hybridattn.devices.cores import plan_cores
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.registry import why_no_cuda
-from hybridattn.runtime.provenance import git_commit
 
 PACKAGES = ("hybridattn", "torch", "triton", "llvmlite", "numpy", "transformers", "hydra-core", "wandb")
 

@@ -24,18 +24,18 @@ from typing import Any
 
 import psutil
 
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.records import RequestRecord
+from hybridattn.core.request import DeclaredTokens, Request, State
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens, Request, State
 
 PAGE, MAX_WAITING = 16, 40
 GROWTH_MIB = 8.0  # allowed between the first quarter and the end, allocator noise included
@@ -52,7 +52,7 @@ def require(holds: bool, what: str) -> None:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepStats:
     """What was served."""
 
     added: int = 0
@@ -72,7 +72,7 @@ class Tally:
         self.on_cpu += record.tier == "cpu"
 
 
-def check(engine: Engine, tally: Tally) -> None:
+def check(engine: Engine, tally: StepStats) -> None:
     """The invariants of a step. A move between the tiers holds blocks of its own until it is through."""
     scheduler = engine.scheduler
     require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
@@ -90,7 +90,7 @@ def serve(
     engine: Engine, total: int, rng: random.Random, add: Callable[[int], Request], pause: Callable[[], None]
 ) -> dict[str, Any]:
     """Waves of requests, aborts among them, until ``total`` have ended."""
-    tally, process = Tally(), psutil.Process()
+    tally, process = StepStats(), psutil.Process()
     engine.send_records(tally.ended)
     baseline, last_ns, began = 0, 0, time.monotonic()
     while tally.added < total or engine.unfinished:

@@ -22,7 +22,7 @@ from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.profile import load_profile
 from hybridattn.devices.sim import SimDevice
-from hybridattn.runtime.replay import Replay
+from hybridattn.engine.replay import Replay
 from hybridattn.workload.item import Workload
 
 
@@ -77,12 +77,14 @@ def point(app: App, settings: ControlSettings) -> dict[str, Any]:
         pricing = with_cpu_factor(pricing, 1 / cores.attention_share)
     policy = policy_of(app, Costs(cost_of(app), pricing))
     op_ns, poll_ns, schedule_ns = (round(ns / cores.speed) for ns in (path.op_ns, path.poll_ns, path.schedule_ns))
-    device = SimDevice(pricing, record=False, submit_ns=max(1, op_ns), poll_ns=poll_ns)  # 0 would skip whole passes
+    device = SimDevice(pricing, record=False, submit_ns=max(1, op_ns), poll_ns=poll_ns)  # 0 would skip whole steps
     arrivals, prompts = ([getattr(i, name) for i in workload.items] for name in ("arrival_ns", "prompt_tokens"))
     ready = path.ready_ns(arrivals, prompts, cores.speed)
     engine = engine_for(app, s, policy, device)
     served = Replay(
-        engine, _ready_at(workload, ready), on_step=lambda ended: device.sleep_until_ns(device.now_ns() + schedule_ns)
+        engine,
+        _ready_at(workload, ready),
+        on_progress=lambda ended: device.sleep_until_ns(device.now_ns() + schedule_ns),
     ).run()
     waited = [r - a for r, a in zip(ready, arrivals, strict=True)]
     return {
@@ -91,14 +93,14 @@ def point(app: App, settings: ControlSettings) -> dict[str, Any]:
         "layout": LAYOUTS[s.sharing], "attention_workers": cores.workers, "control_threads": cores.control,
         "busy_processes": cores.busy, "control_speed": cores.speed,
         "attention_share": cores.attention_share if attends else None,
-        "tokenise_mean_ns": fmean(waited), "schedule_pass_ns": schedule_ns,
+        "tokenise_mean_ns": fmean(waited), "schedule_step_ns": schedule_ns,
     }  # fmt: skip
 
 
 def _loaded(app: App, s: ControlSettings, workload: Workload) -> Workload:
     """``workload`` with arrivals so dense that the GPU would be busy for ``load`` of the time.
 
-    A request keeps it busy for its prefill and for its share of the passes that decode it in a full batch.
+    A request keeps it busy for its prefill and for its share of the steps that decode it in a full batch.
     """
     if any(item.after is not None for item in workload.items) or workload.concurrency is not None:
         raise InputError(f"workload {workload.name}: control_path serves open arrivals, no sessions, no closed loops")
@@ -107,8 +109,8 @@ def _loaded(app: App, s: ControlSettings, workload: Workload) -> Workload:
     costs = Costs(cost_of(app), pricing_of(app))
     prompt, output = (round(fmean(getattr(i, n) for i in workload.items)) for n in ("prompt_tokens", "output_tokens"))
     batch = max(1, min(s.max_num_seqs, kv_room(app)[0] // (prompt + output)))
-    prefill_ns = costs.pass_linear_ns(prompt) + costs.num_layers * costs.attention_ns(0, 0, [(prompt, prompt)])
-    busy_ns = prefill_ns + output * costs.pass_ns(batch, batch * (prompt + output // 2)) / batch
+    prefill_ns = costs.step_linear_ns(prompt) + costs.num_layers * costs.attention_ns(0, 0, [(prompt, prompt)])
+    busy_ns = prefill_ns + output * costs.step_ns(batch, batch * (prompt + output // 2)) / batch
     return workload.scaled(workload.rate_per_s * busy_ns / 1e9 / s.load)
 
 

@@ -1,7 +1,7 @@
 """The control path on this machine beside busy processes, and what the model says of it: the point of
 ``control_path_host``.
 
-    alone     |prompt|prompt|...            service time of each prompt, of a pass's scheduling, of an op's submission
+    alone     |prompt|prompt|...            service time of each prompt, of a step's scheduling, of an op's submission
     beside    |  queue |prompt|  ...        arrivals at random times, one real tokenizer, first come, first served
     model     the same arrivals and the service times of "alone", on cores shared evenly (experiments/control.py)
 """
@@ -26,18 +26,18 @@ from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.sim.machines import TIMEOUT_NS
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.locate import resolve
 from hybridattn.models.text import Tokenizer
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens
 
 WORDS = "when a model writes text it looks at the keys and values of all tokens before the one it writes now".split()
 LIMIT_S = 300.0  # for the process that measures
@@ -51,7 +51,7 @@ class HereSettings:
     neighbours : busy processes beside it
     prompts, words : how many prompts, and the mean of their words (drawn uniformly within +-50 %)
     utilisation : share of the time that a tokenizer on a core of its own would be busy
-    rows, passes : decoding requests in the scheduled passes, and how many passes are timed
+    rows, steps : decoding requests in the scheduled steps, and how many steps are timed
     """
 
     neighbours: int = 0
@@ -59,12 +59,12 @@ class HereSettings:
     words: int = 1500
     utilisation: float = 0.5
     rows: int = 64
-    passes: int = 60
+    steps: int = 60
 
     def __post_init__(self) -> None:
         if not 0 < self.utilisation < 1:
             raise InputError(f"settings.utilisation must lie in (0, 1), got {self.utilisation}")
-        for name, least in (("neighbours", 0), ("prompts", 2), ("words", 2), ("rows", 1), ("passes", 1)):
+        for name, least in (("neighbours", 0), ("prompts", 2), ("words", 2), ("rows", 1), ("steps", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"settings.{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -99,7 +99,7 @@ def measure(folder: Path, s: HereSettings, seed: int) -> dict[str, Any]:
     with busy(s.neighbours):
         time.sleep(SETTLE_S if s.neighbours else 0)
         ready, share, used_ns = tokenise(encode, texts, arrivals)
-        schedule_ns, op_ns = driver(s.rows, s.passes)
+        schedule_ns, op_ns = driver(s.rows, s.steps)
     path = ControlPath(0, 1, 0, 0, 0)  # a "token" is 1 ns of service
     stretch = used_ns / sum(alone_ns)
     even, as_got = (path.ready_ns(arrivals, alone_ns, v) for v in (cores.speed, min(1.0, share / stretch)))
@@ -109,7 +109,7 @@ def measure(folder: Path, s: HereSettings, seed: int) -> dict[str, Any]:
         "cores": cores.cores, "control_speed": cores.speed, "prompt_tokens": fmean(tokens),
         "service_alone_ns": fmean(alone_ns), "token_ns": sum(alone_ns) / sum(tokens),
         **dict(zip(names, waits, strict=True)), "measured_share": share, "cpu_time_stretch": stretch,
-        "schedule_pass_ns": fmean(schedule_ns), "schedule_pass_median_ns": median(schedule_ns), "driver_op_ns": op_ns,
+        "schedule_step_ns": fmean(schedule_ns), "schedule_step_median_ns": median(schedule_ns), "driver_op_ns": op_ns,
     }  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def tokenise(
     return ready, min(1.0, used_ns / wall_ns), used_ns
 
 
-def driver(rows: int, passes: int) -> tuple[list[int], float]:
-    """Driver's own time [ns] in decode passes of ``rows`` requests: of each pass outside of the executor (schedule,
+def driver(rows: int, steps: int) -> tuple[list[int], float]:
+    """Driver's own time [ns] in decode steps of ``rows`` requests: of each step outside of the executor (schedule,
     accept tokens), and of an op inside. The engine is the real one; the device only keeps its books, whose time
     counts as well."""
     shape_ = shape("llama3.1-8b")
@@ -156,7 +156,7 @@ def driver(rows: int, passes: int) -> tuple[list[int], float]:
     config = EngineConfig(rows * 32, 0, max_num_seqs=rows, max_num_batched_tokens=tokens, op_timeout_ns=TIMEOUT_NS)
     engine = Engine(PricedStages(shape_, "fp16"), device, make_policy("gpu_only"), config)
     for _ in range(rows):
-        engine.add(DeclaredTokens(200), passes + 400)
+        engine.add(DeclaredTokens(200), steps + 400)
     while len(engine.scheduler.running) < rows or any(not r.num_output for r in engine.scheduler.running):
         engine.step()
     device.drain(TIMEOUT_NS)
@@ -171,7 +171,7 @@ def driver(rows: int, passes: int) -> tuple[list[int], float]:
 
     engine.executor.run = timed  # type: ignore[assignment, method-assign]
     each = []
-    for _ in range(passes):
+    for _ in range(steps):
         before, start_ns = inside[0], time.perf_counter_ns()
         engine.step()
         each.append(time.perf_counter_ns() - start_ns - (inside[0] - before))
@@ -190,14 +190,14 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
 def _beside(rows: list[dict[str, Any]]) -> str:
     waits = ("ready_mean_ns", "modelled_ready_mean_ns", "modelled_at_measured_speed_ns")
     measured, even, got = (fmean(r[n] for r in rows) / 1e6 for n in waits)
-    names = ("schedule_pass_ns", "schedule_pass_median_ns", "driver_op_ns")
+    names = ("schedule_step_ns", "schedule_step_median_ns", "driver_op_ns")
     mean, schedule, op = (median(r[n] for r in rows) / 1e3 for n in names)
     share, stretch = (fmean(r[n] for r in rows) for n in ("measured_share", "cpu_time_stretch"))
     return (
         f"{rows[0]['neighbours']} busy processes on {rows[0]['cores']} cores: ready after {measured:.1f} ms; modelled "
         f"{even:.1f} ms at an even share of {rows[0]['control_speed']:.0%} of a core, and {got:.1f} ms at the "
         f"{share:.0%} that it got while a prompt took {stretch:.2f} times the CPU time; scheduling {schedule:.0f} us "
-        f"a pass (mean {mean:.0f}), driver {op:.1f} us an op"
+        f"a step (mean {mean:.0f}), driver {op:.1f} us an op"
     )
 
 

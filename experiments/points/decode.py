@@ -20,9 +20,9 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.profile import load_profile
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.base import Policy
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 
 @dataclass
@@ -34,7 +34,7 @@ class DecodeSettings:
     rate_ratio : CPU attention is slowed or sped up until N_G / N_C is this; null: as the profiles say
     exposed_fraction : time exposed at each layer while CPU rows are in flight, as a share of the layer of the GPU rows
         (policies that plan know of it)
-    passes, warmup : passes measured and left out; null: two and one per layer
+    steps, warmup : steps measured and left out; null: two and one per layer
     output_tokens, prompt_tokens : of a measured request (real devices only)
     neighbours : busy processes beside a measured point (real devices only)
     """
@@ -45,7 +45,7 @@ class DecodeSettings:
     demand: float | None = None
     rate_ratio: float | None = None
     exposed_fraction: float = 0.0
-    passes: int | None = None
+    steps: int | None = None
     warmup: int | None = None
     prompt_tokens: int = 16
     output_tokens: int = 16
@@ -93,9 +93,7 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
         Costs(cost, priced), priced, policy, Load(gpu_rows, cpu_rows, s.context), lambda p: sim_device(app, p)
     )
     layers = cost.shape.num_layers
-    found = run.measure(
-        layers + 1 if s.warmup is None else s.warmup, 2 * (layers + 1) if s.passes is None else s.passes
-    )
+    found = run.measure(layers + 1 if s.warmup is None else s.warmup, 2 * (layers + 1) if s.steps is None else s.steps)
     return {
         "kind": "simulated", "device": "sim", "profile": pricing.fingerprint,
         "gpu_rows": gpu_rows, "cpu_rows": cpu_rows, "gpu_capacity_rows": capacity,
@@ -103,7 +101,7 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
         "cpu_cores": int(cpu.value("cores")), "cores_are": cpu.note,
         "tokens_per_s": found.tokens_per_s, "gpu_tokens_per_s": found.gpu_tokens_per_s,
         "cpu_tokens_per_s": found.cpu_tokens_per_s, "gpu_tpot_ns": found.gpu_tpot_ns,
-        "cpu_tpot_ns": found.cpu_tpot_ns, "passes": found.passes, "duration_ns": found.duration_ns,
+        "cpu_tpot_ns": found.cpu_tpot_ns, "steps": found.steps, "duration_ns": found.duration_ns,
         "linear_layer_ns": linear_ns, "attention_layer_ns": attention_ns,
         "attention_over_linear": attention_ns / linear_ns, "rate_ratio": rate, "cpu_over_gpu_rate": 1 / rate,
         "exposed_layer_ns": exposed_ns,

@@ -1,9 +1,9 @@
 """One layer whose attention is shared between GPU and CPU: the point of ``overlap``.
 
-    gpu.compute    |linear|attention of (1 - f) B rows|wait|linear
-    gpu.d2h               |q,k,v|
-    cpu.attention               |attention of f B rows|
-    gpu.h2d                                           |out|
+gpu.compute    |linear|attention of (1 - f) B rows|wait|linear
+gpu.d2h               |q,k,v|
+cpu.attention               |attention of f B rows|
+gpu.h2d                                           |out|
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.cost.priced_stages import EXPOSED
 from hybridattn.cost.pricing import Together
-from hybridattn.runtime.priced_stages import EXPOSED
 
 TIMEOUT_NS = 10**13
 
@@ -51,10 +51,10 @@ def point(app: App, settings: OverlapSettings) -> dict[str, Any]:
     if on_gpu:
         gpu = device.submit(Op("attention", GPU, cost.decode_attention(on_gpu, on_gpu * s.context)))
     if on_cpu:
-        down = device.submit(Op("send q,k,v", D2H, cost.send(on_cpu)), (before,))
+        down = device.submit(Op("send q,k,v", D2H, cost.send_qkv(on_cpu)), (before,))
         cpu = device.submit(Op("attention", CPU, cost.decode_attention(on_cpu, on_cpu * s.context)), (down,))
         cpu.wait(TIMEOUT_NS)
-        up = device.submit(Op("fetch out", H2D, cost.fetch(on_cpu)), (cpu,))
+        up = device.submit(Op("fetch output", H2D, cost.fetch_output(on_cpu)), (cpu,))
         exposed_ns = max(0, up.end_ns - gpu.end_ns)
         cpu_ns = cpu.end_ns - cpu.start_ns
     else:

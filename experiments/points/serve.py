@@ -10,19 +10,19 @@ from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_devic
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.sim.machines import TIMEOUT_NS
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord, RunRecords
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.engine.replay import Replay, Served
 from hybridattn.metrics.report import run_metrics
 from hybridattn.metrics.throughput import without_first
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.replay import Replay, Served
 from hybridattn.workload.item import Workload
 
 KEPT = (

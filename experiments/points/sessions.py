@@ -23,8 +23,8 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
+from hybridattn.engine.replay import Replay
 from hybridattn.metrics.latency import ttft_ns
-from hybridattn.runtime.replay import Replay
 from hybridattn.workload.item import Workload
 
 NAMES = {

@@ -11,8 +11,8 @@ from experiments.schema import App
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.op import D2H, H2D
 from hybridattn.core.trace import Trace
+from hybridattn.engine.replay import Replay
 from hybridattn.metrics.report import run_metrics
-from hybridattn.runtime.replay import Replay
 from hybridattn.workload.item import WorkItem
 
 
@@ -45,14 +45,14 @@ def serve(app: App, s: SessionSettings) -> dict[str, Any]:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
         llm.trace(), llm.take_records()
         keep = s.context != "recompute"
-        passes: list[Any] = []
+        steps: list[Any] = []
         served = Replay(
-            llm.engine, workload, prompts=tokens, params=lengths, keep_contexts=keep, on_pass=passes.append
+            llm.engine, workload, prompts=tokens, params=lengths, keep_contexts=keep, on_step=steps.append
         ).run()
         trace, records = checked_trace(llm), llm.take_records()
         told = turns(app, s, workload, served.requests, llm.engine.scheduler.contexts)
     records.requests.extend(served.requests)
-    records.passes.extend(passes)
+    records.steps.extend(steps)
     found = run_metrics(records, trace)
     return {
         "kind": found.kind, "device": found.device, "profile": found.profile,

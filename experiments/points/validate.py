@@ -1,6 +1,6 @@
 """Our own error: steady decode on this machine against the simulator with this machine's profile.
 
-measured     real stages, real lanes, the policy's own decisions, pass by pass
+measured     real stages, real lanes, the policy's own decisions, step by step
 simulated    the same rows, policy and executor on `sim`, priced by what `hybridattn calibrate` wrote
 """
 
@@ -25,9 +25,9 @@ from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.sim import SimDevice
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.base import Policy
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ValidateSettings:
     cpu_rows: int = 2
     context: int = 256
     warmup: int = 4
-    passes: int = 12
+    steps: int = 12
 
 
 @experiment(ValidateSettings)
@@ -73,7 +73,7 @@ def measure(bench: Bench, policy: Policy, s: ValidateSettings, cpu_rows: int) ->
     executor, batch = bench.executor(policy), bench.batch(s.gpu_rows, s.context)
     requests = bench.rows(CPU_TIER, cpu_rows, s.context)
     start_ns, tokens = 0, 0.0
-    for number in range(s.warmup + s.passes):
+    for number in range(s.warmup + s.steps):
         if number == s.warmup:
             start_ns, tokens = bench.device.now_ns(), executor.tokens
         executor.run(batch, tuple(CpuRow(r, s.context - 1) for r in requests if not r.in_flight))
@@ -93,7 +93,7 @@ def simulate(costs: Costs, profile: Profile, policy: Policy, s: ValidateSettings
         Load(s.gpu_rows, cpu_rows, s.context),
         lambda pricing: SimDevice(pricing, record=False, **driver),
     )
-    return run.measure(s.warmup, s.passes).tokens_per_s
+    return run.measure(s.warmup, s.steps).tokens_per_s
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:

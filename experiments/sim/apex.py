@@ -1,10 +1,10 @@
 """APEX's published ranges as sanity bounds: ``python -m experiments.sim.apex``.
 
 APEX (arXiv 2506.03296) chooses between two sub-batches and one-layer overlap; here that is the better of ``asymmetric``
-and ``async_overlap`` with 1, 2, 4 or 8 cohorts. It publishes ranges without settings: +84 to +96 % over vLLM on a T4,
-+11 to +89 % on an A10, up to +72 % (T4) and +37 % (A10) over the best hybrid before it, which is ``asymmetric`` here.
-What is simulated is steady decode at two loads, one and eight CPU requests for each GPU request. No simulated gain may
-exceed the upper bound of any overlap (docs/crossover.md, 2), and the ranges should meet.
+and ``async_overlap`` with 1, 2, 4 or 8 micro-batches. It publishes ranges without settings: +84 to +96 % over vLLM on a
+T4, +11 to +89 % on an A10, up to +72 % (T4) and +37 % (A10) over the best hybrid before it, which is ``asymmetric``
+here. What is simulated is steady decode at two loads, one and eight CPU requests for each GPU request. No simulated
+gain may exceed the upper bound of any overlap (docs/crossover.md, 2), and the ranges should meet.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from experiments.sim.gridspec import Cell
 from experiments.sim.ideal import open_sim
 from experiments.sim.output import parser, publish
+from hybridattn.planning.predict import by_simulation
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.layouts import Layout, policy_of
 from hybridattn.policies.load import Limits
 from hybridattn.policies.planning import choose
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.steady import SteadyRun
 
 PUBLISHED = {"t4": ((1.84, 1.96), 1.72), "a10": ((1.11, 1.89), 1.37)}  # over GPU-only; over the best hybrid before
 SETTINGS = [

@@ -14,9 +14,9 @@ from experiments.sim.machines import Setting
 from experiments.sim.output import parser, publish
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import capacity_gain_bound
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.fixed import SyncOffload
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3)
 REAL = (
@@ -30,7 +30,7 @@ REAL = (
 
 def best_gain(costs: Costs, rows: int, context: int) -> tuple[float, int]:
     """Largest gain over keeping all ``rows`` on the GPU, and how many rows the CPU then has."""
-    alone = rows / costs.pass_ns(rows, rows * context) * 1e9
+    alone = rows / costs.step_ns(rows, rows * context) * 1e9
     found = (0.0, 0)
     for moved in sorted({max(1, round(rows * share)) for share in SHARES}):
         run = SteadyRun(costs, costs.pricing, SyncOffload(), Load(rows - moved, moved, context), open_sim)
@@ -41,7 +41,7 @@ def best_gain(costs: Costs, rows: int, context: int) -> tuple[float, int]:
 def rates(costs: Costs, rows: int, context: int) -> tuple[float, float]:
     """x and r of a machine with ``rows`` requests on its GPU."""
     attention = costs.attention_ns(rows, rows * context)
-    x = costs.num_layers * attention / costs.pass_linear_ns(rows)
+    x = costs.num_layers * attention / costs.step_linear_ns(rows)
     return x, (costs.cpu_ns(64, 64 * context) / 64) / (attention / rows)
 
 

@@ -15,10 +15,10 @@ from experiments.sim.capacity import rates
 from experiments.sim.gridspec import MACHINES, Cell
 from experiments.sim.output import parser, publish
 from hybridattn.cost.crossover import ap_min_request_ratio, eq6_threshold
+from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.layouts import fixed_layouts
 from hybridattn.policies.load import Load
-from hybridattn.runtime.predict import by_simulation
 
 RATIOS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0)
 GAIN = 1.01

@@ -19,9 +19,9 @@ from experiments.sim.output import parser, publish
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.crossover import eq6_threshold
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 WINS = 1.0005  # a gain below this is rounding: with a CPU too slow for a single row, the GPU runs alone
 XS = (0.1, 0.25, 0.5, 1.0, 2**0.5, 1.5, 2.0, 3.0)
@@ -41,7 +41,7 @@ def crossing(gain: Callable[[float], float], low: float, high: float, steps: int
 def pipeline_gain(costs: Costs, load: Load) -> float:
     """Asymmetric pipelining over the GPU rows alone."""
     run = SteadyRun(costs, costs.pricing, Asymmetric(costs, choice="always"), load, open_sim)
-    alone_ns = costs.pass_ns(load.gpu_rows, load.gpu_rows * load.context)
+    alone_ns = costs.step_ns(load.gpu_rows, load.gpu_rows * load.context)
     return run.measure(8, 3).tokens_per_s * alone_ns / 1e9 / load.gpu_rows
 
 
@@ -66,7 +66,7 @@ def real_threshold(x: float, gpu_rows: int = 48) -> float | None:
     """The same on an A10 with an 8B model; None where the pipeline never wins."""
     setting = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
     costs = setting.costs
-    linear = costs.pass_linear_ns(gpu_rows) / costs.num_layers
+    linear = costs.step_linear_ns(gpu_rows) / costs.num_layers
     per_key = (costs.attention_ns(gpu_rows, 10**6) - costs.attention_ns(gpu_rows, gpu_rows)) / (10**6 - gpu_rows)
     context = max(1, round(x * linear / per_key / gpu_rows))
     rate = costs.cpu_ns(64, 64 * context) / 64 / (costs.attention_ns(gpu_rows, gpu_rows * context) / gpu_rows)

@@ -15,9 +15,9 @@ from rich.progress import track
 
 from experiments.sim.machines import TIMEOUT_NS, Setting
 from experiments.sim.output import parser, publish
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.request import DeclaredTokens
 
 AT_A_TIME, PROMPT, OUTPUT = 64, 40, 4
 POLICIES = ("gpu_only", "async_overlap", "asymmetric")

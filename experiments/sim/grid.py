@@ -1,9 +1,10 @@
 """The adaptive policy against the best fixed one: ``python -m experiments.sim.grid``.
 
-Fixed policies: GPU-only, NEO's asymmetric pipeline, overlap with 1, 2, 4 or 8 cohorts, blocking offload bounded by what
-hides behind the GPU's attention (or not bounded). All run on the same executor and the same simulated machine. Columns:
-gain over GPU-only of the best fixed policy and of the adaptive one with the exact model; the same under limits on the
-time per token (1.25x GPU-only for GPU rows, 15x for CPU rows); and with the CPU's speed misjudged by 25 % either way.
+Fixed policies: GPU-only, NEO's asymmetric pipeline, overlap with 1, 2, 4 or 8 micro-batches, blocking offload bounded
+by what hides behind the GPU's attention (or not bounded). All run on the same executor and the same simulated machine.
+Columns: gain over GPU-only of the best fixed policy and of the adaptive one with the exact model; the same under limits
+on the time per token (1.25x GPU-only for GPU rows, 15x for CPU rows); and with the CPU's speed misjudged by 25 % either
+way.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from rich.progress import track
 from experiments.results import ResultFolder
 from experiments.sim.gridspec import Cell, grid
 from experiments.sim.ideal import open_sim
+from hybridattn.core.provenance import git_commit
 from hybridattn.cost.costs import with_cpu_factor
+from hybridattn.planning.predict import by_simulation
+from hybridattn.planning.steady import Steady, SteadyRun
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.layouts import Layout, fixed_layouts, policy_of
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.planning import Predict
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.provenance import git_commit
-from hybridattn.runtime.steady import Steady, SteadyRun
 
 WARMUP, PASSES = 40, 80
-SETTLE = 160  # passes before an adaptive run is measured: planning, learning, the guard
+SETTLE = 160  # steps before an adaptive run is measured: planning, learning, the guard
 LIMITS = Limits(1.25, 15.0)
 MISJUDGED = (0.75, 1.25)  # real over believed CPU speed
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.planning import CPU_FRACTION, GPU_FRACTION
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.pricing import Pricing
 from hybridattn.cost.profile import load_profile
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
 
 TIMEOUT_NS = 10**13  # virtual time is free: nothing simulated here is a stall
 

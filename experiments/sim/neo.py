@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.sim.machines import TIMEOUT_NS, Setting
+from hybridattn.core.config import EngineConfig
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.machine import SUSTAINED_DRAM, machine
 from hybridattn.cost.pricing import Pricing
 from hybridattn.cost.profile import Quantity, load_profile
 from hybridattn.cost.roofline import Efficiency
+from hybridattn.engine.replay import Replay, Served
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.replay import Replay, Served
 from hybridattn.workload.item import Workload
 
 PAGE = 16

@@ -53,7 +53,7 @@ def workload(output: int, count: int) -> Workload:
 
 
 def rate(at: Box, policy: str, output: int, count: int, cpu_gb_s: float, **options: Any) -> float:
-    """Requests per second in the steady window, as the authors' script counts them. A pass waits for its swaps."""
+    """Requests per second in the steady window, as the authors' script counts them. A step waits for its swaps."""
     requests = at.serve(policy, workload(output, count), cpu_gb_s, moves_block=True, **options).requests
     found = throughput(requests, steady_window(requests))
     assert found is not None and found.requests_per_s is not None

@@ -32,7 +32,7 @@ RATES = {"vllm-512": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8), "neo": (0.5, 1.5, 2.5,
 POLICY = {"vllm-512": "gpu_only", "neo": "asymmetric"}
 
 
-# Tokens that a pass reads at most: NEO's configuration, and the chunk of the vLLM that it is compared with.
+# Tokens that a step reads at most: NEO's configuration, and the chunk of the vLLM that it is compared with.
 BATCHED = {"vllm-512": 512, "neo": 832}
 
 

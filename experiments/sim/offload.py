@@ -1,7 +1,8 @@
 """Full offload against GPU-only by output length: ``python -m experiments.sim.offload``.
 
-All decode attention on the CPU (``cpu_only``, two cohorts in turn), as many requests as 32 GB of K,V in host memory, on
-an A10G with an 8B model; inputs of 1,000 tokens, steady state with the prefill that every output length brings.
+All decode attention on the CPU (``cpu_only``, two micro-batches in turn), as many requests as 32 GB of K,V in host
+memory, on an A10G with an 8B model; inputs of 1,000 tokens, steady state with the prefill that every output length
+brings.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from experiments.sim.machines import Setting
 from experiments.sim.neo import pricing_at
 from experiments.sim.output import parser, publish
 from hybridattn.cost.catalog import shape
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.fixed import CpuOnly, GpuOnly
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 MODEL, INPUT = "llama3.1-8b", 1000
 GPU_TOKENS, CPU_TOKENS = 25_600, 245_760

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.results import ResultFolder
-from hybridattn.runtime.provenance import git_commit
+from hybridattn.core.provenance import git_commit
 
 
 def parser(module: str, text: str) -> argparse.ArgumentParser:

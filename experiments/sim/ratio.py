@@ -1,7 +1,8 @@
 """One-layer overlap: from which ratio of CPU to GPU requests on does it pay? ``python -m experiments.sim.ratio``.
 
-No same-iteration joins, CPU not saturated, 33 cohorts that spread over the 32 layers, so that every layer has a join.
-The stretch d and the advance a are measured at ratio 4; the crossover found by simulation is held against d L / a.
+No same-step joins, CPU not saturated, 33 micro-batches that spread over the 32 layers, so that every layer has a
+join. The stretch d and the advance a are measured at ratio 4; the crossover found by simulation is held against d L /
+a.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from experiments.sim.output import parser, publish
 from hybridattn.core.op import CPU, GPU, Work
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.pricing import PriceModel
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.fixed import AsyncOverlap
 from hybridattn.policies.load import Load
-from hybridattn.runtime.steady import SteadyRun
 
 GPU_ROWS = 24
 MOST_RATIO = 16.0
@@ -62,37 +63,37 @@ def exposed(costs: Costs, more_ns: int, gpu_rows: int) -> Costs:
 
 
 def overlap(costs: Costs, gpu_rows: int, cpu_rows: int, context: int) -> tuple[float, float, float]:
-    """Gain over the GPU rows alone, stretch d of the pass, and layers that a row advances per pass."""
+    """Gain over the GPU rows alone, stretch d of the step, and layers that a row advances per step."""
     layers = costs.num_layers
-    policy = AsyncOverlap(max_cohorts=layers + 1, equal=True, same_pass=False)
+    policy = AsyncOverlap(max_micro_batches=layers + 1, equal=True, same_step=False)
     run = SteadyRun(costs, costs.pricing, policy, Load(gpu_rows, cpu_rows, context), open_sim)
     steady = run.measure(3 * (layers + 1), 2 * (layers + 1))
-    alone_ns = costs.pass_ns(gpu_rows, gpu_rows * context)
-    pass_ns = steady.duration_ns / steady.passes
-    advance = steady.cpu_tokens_per_s * pass_ns / 1e9 * layers / cpu_rows
-    return steady.tokens_per_s * alone_ns / 1e9 / gpu_rows, pass_ns / alone_ns - 1, advance
+    alone_ns = costs.step_ns(gpu_rows, gpu_rows * context)
+    step_ns = steady.duration_ns / steady.steps
+    advance = steady.cpu_tokens_per_s * step_ns / 1e9 * layers / cpu_rows
+    return steady.tokens_per_s * alone_ns / 1e9 / gpu_rows, step_ns / alone_ns - 1, advance
 
 
 def crossover(costs: Costs, gpu_rows: int, context: int, most: float = MOST_RATIO) -> float | None:
-    """Ratio from which on there is a gain, with whole rows in each of the L + 1 cohorts and a line between; None: none
-    up to ``most``. One row in each cohort is the least that can be told."""
-    cohorts = costs.num_layers + 1
+    """Ratio from which on there is a gain, with whole rows in each of the L + 1 micro-batches and a line between; None:
+    none up to ``most``. One row in each micro-batch is the least that can be told."""
+    micro_batches = costs.num_layers + 1
     gains: dict[int, float] = {}
 
     def gain(each: int) -> float:
         if each not in gains:
-            gains[each] = overlap(costs, gpu_rows, each * cohorts, context)[0]
+            gains[each] = overlap(costs, gpu_rows, each * micro_batches, context)[0]
         return gains[each]
 
-    low, high = 1, int(most * gpu_rows / cohorts)
+    low, high = 1, int(most * gpu_rows / micro_batches)
     if gain(high) <= 1:
         return None
     if gain(low) > 1:
-        return low * cohorts / gpu_rows
+        return low * micro_batches / gpu_rows
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(middle) > 1 else (middle, high)
-    return (low + (1 - gain(low)) / (gain(high) - gain(low))) * cohorts / gpu_rows
+    return (low + (1 - gain(low)) / (gain(high) - gain(low))) * micro_batches / gpu_rows
 
 
 def measure(name: str, costs: Costs, gpu_rows: int, context: int, more_ns: int) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def measure(name: str, costs: Costs, gpu_rows: int, context: int, more_ns: int) 
     _, d, a = overlap(costs, gpu_rows, 4 * gpu_rows, context)
     predicted = d * costs.num_layers / a
     seen = crossover(costs, gpu_rows, context)
-    layer_ns = costs.pass_ns(gpu_rows, gpu_rows * context) / costs.num_layers
+    layer_ns = costs.step_ns(gpu_rows, gpu_rows * context) / costs.num_layers
     resolved = seen is not None and seen > (costs.num_layers + 1) / gpu_rows
     return {
         "setting": name,
@@ -132,7 +133,7 @@ def table() -> list[dict[str, Any]]:
 
 def _quarter(costs: Costs, gpu_rows: int, context: int) -> int:
     """A quarter of the layer, less what the machine exposes by itself."""
-    layer_ns = costs.pass_ns(gpu_rows, gpu_rows * context) / costs.num_layers
+    layer_ns = costs.step_ns(gpu_rows, gpu_rows * context) / costs.num_layers
     _, d, _ = overlap(exposed(costs, 0, gpu_rows), gpu_rows, 4 * gpu_rows, context)
     return round(max(0.0, 0.25 - d) * layer_ns)
 

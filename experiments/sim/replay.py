@@ -16,14 +16,14 @@ from rich.table import Table
 
 from experiments.results import ResultFolder
 from experiments.sim.machines import TIMEOUT_NS, Setting, kv_tokens
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.provenance import git_commit
 from hybridattn.core.records import RunRecords
 from hybridattn.core.trace import Trace
+from hybridattn.engine.replay import Replay, Served
 from hybridattn.metrics.report import RunMetrics, run_metrics
+from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.provenance import git_commit
-from hybridattn.runtime.replay import Replay, Served
 from hybridattn.workload.item import Workload
 from hybridattn.workload.traces import read_azure
 
@@ -45,7 +45,7 @@ def replay(
                 progress.update(task, completed=ended)
                 seen[0] = ended
 
-        served = Replay(engine, workload, on_step=advance).run()
+        served = Replay(engine, workload, on_progress=advance).run()
     trace = Trace(engine.device.name, engine.device.kind, engine.device.profile, git_commit())
     return served, run_metrics(RunRecords(setting.model.num_layers, served.requests), trace)
 

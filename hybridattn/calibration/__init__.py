@@ -1,1 +1,1 @@
-"""Measuring this machine: real passes on the `host` device become the tables of its profile."""
+"""Measuring this machine: real steps on the `host` device become the tables of its profile."""

@@ -1,6 +1,6 @@
 """The bench: real stages on the `host` device, with chosen numbers of rows and keys.
 
-A real model runs real passes: no prompts are read, the pages hold zeros, which take as long to attend to as anything
+A real model runs real steps: no prompts are read, the pages hold zeros, which take as long to attend to as anything
 else. Every op says what work it was (the same works that the simulator prices), so each becomes a sample of the
 profile's tables.
 """
@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridattn.calibration.samples import Timed
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU, H2D, Op
+from hybridattn.core.params import SamplingParams
+from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
+from hybridattn.executor.executor import Executor
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.executor import Executor
-from hybridattn.runtime.params import SamplingParams
-from hybridattn.runtime.request import Request, State
 
 ROWS, CONTEXTS, CHUNKS = (1, 2, 4, 8, 16), (64, 256, 512), (32, 128, 256)
 WARM = 1
 PAGE, MODEL, DTYPE = 32, "smollm2-135m", "fp32"
 TIMEOUT_NS = 60_000_000_000
-Seen = tuple[Op, Any, tuple[Any, ...], int]  # op, its ticket, what it came after, when it was submitted
+Seen = tuple[Op, Any, tuple[Any, ...], int]  # op, its future, what it came after, when it was submitted
 
 
 class Bench:
@@ -72,10 +72,10 @@ class Bench:
         segments = tuple(Segment(r, GPU_TIER, context - 1, 1, samples=True, prefill=False) for r in rows)
         return Batch(segments) if segments else None
 
-    def passes(
+    def steps(
         self, gpu_rows: int, cpu_rows: int, context: int, count: int, policy: Policy | None = None
     ) -> list[Timed]:
-        """The ops of ``count`` passes of blocking offload or of another policy, after a warm-up; of GPU rows alone with
+        """The ops of ``count`` steps of blocking offload or of another policy, after a warm-up; of GPU rows alone with
         no CPU rows."""
         batch = self.batch(gpu_rows, context)
         rows = self.rows(CPU_TIER, cpu_rows, context)
@@ -86,7 +86,7 @@ class Bench:
         return self._timed(run, count, policy)
 
     def prompts(self, chunk: int, count: int) -> list[Timed]:
-        """The ops of ``count`` passes that prefill a chunk of a prompt."""
+        """The ops of ``count`` steps that prefill a chunk of a prompt."""
         (request,) = self.rows(GPU_TIER, 1, chunk)
         batch = Batch((Segment(request, GPU_TIER, 0, chunk, samples=True, prefill=True),))
         return self._timed(lambda executor: executor.run(batch, ()), count)
@@ -107,9 +107,9 @@ class Bench:
 
     def _spy(self, op: Op, after: tuple[Any, ...] = ()) -> Any:
         submitted_ns = self.device.now_ns()
-        ticket = self._submit(op, after)
-        self._seen.append((op, ticket, after, submitted_ns))
-        return ticket
+        future = self._submit(op, after)
+        self._seen.append((op, future, after, submitted_ns))
+        return future
 
 
 def timed_of(seen: Sequence[Seen]) -> list[Timed]:
@@ -120,9 +120,9 @@ def timed_of(seen: Sequence[Seen]) -> list[Timed]:
         if op.lane == H2D and len(after) == 1 and after[0].op.lane == CPU:  # the driver waited for this attention
             woke[id(after[0])] = submitted_ns - after[0].end_ns
     timed = []
-    for op, ticket, after, submitted_ns in seen:
+    for op, future, after, submitted_ns in seen:
         ready_ns = max([submitted_ns, lane_free.get(op.lane, 0), *(t.end_ns for t in after)])
-        took_ns = max(1, ticket.end_ns - ticket.start_ns)
-        timed.append(Timed(op.lane, op.layer, op.work, took_ns, ticket.start_ns - ready_ns, woke.get(id(ticket))))
-        lane_free[op.lane] = ticket.end_ns
+        took_ns = max(1, future.end_ns - future.start_ns)
+        timed.append(Timed(op.lane, op.layer, op.work, took_ns, future.start_ns - ready_ns, woke.get(id(future))))
+        lane_free[op.lane] = future.end_ns
     return timed

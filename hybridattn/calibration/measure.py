@@ -20,7 +20,7 @@ from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import SyncOffload
 
 CHECK_POINTS = ((3, 3, 128), (6, 12, 384))  # GPU rows, CPU rows, keys: none of them is in the tables
-PASSES, ROUNDS = 3, 2  # of passes at each point, at two moments: others may have used the machine at one of them
+PASSES, ROUNDS = 3, 2  # of steps at each point, at two moments: others may have used the machine at one of them
 # Linear stages may have the rows of both tiers, and their time has steps between powers of two.
 LINEAR_ROWS = (6, 10, 12, 24, 2 * max(ROWS))
 MIXED, MIXED_ROWS = (SyncOffload, Asymmetric), ((2, 6), (8, 8), (4, 12))  # GPU rows, CPU rows
@@ -31,11 +31,11 @@ def driver_costs(bench: Bench) -> dict[str, Quantity]:
     device, count = bench.device, 300
     op = Op("empty", GPU, Work("other", 0.0, 0, 1), lambda: None)
     start = time.perf_counter_ns()
-    tickets = [device.submit(op) for _ in range(count)]
+    futures = [device.submit(op) for _ in range(count)]
     submit = (time.perf_counter_ns() - start) / count
     start = time.perf_counter_ns()
     for _ in range(count):
-        tickets[0].done()
+        futures[0].done()
     poll = (time.perf_counter_ns() - start) / count
     hops = []
     for _ in range(50):
@@ -48,25 +48,26 @@ def driver_costs(bench: Bench) -> dict[str, Quantity]:
 
 
 def handover_costs(timed: Sequence[Timed]) -> dict[str, Quantity]:
-    """How late ops begin on each lane, and how late a waiting driver goes on, in passes of blocking offload."""
+    """How late ops begin on each lane, and how late a waiting driver goes on, in steps of blocking offload."""
     return {
-        late_name(name, part): _quantity(ns, f"mean of ninth {part} of the times in decode passes")
+        late_name(name, part): _quantity(ns, f"mean of ninth {part} of the times in decode steps")
         for name, values in handovers(timed).items()
         for part, ns in enumerate(values, start=1)
     }
 
 
-def cohort_op_cost(passes: Sequence[Sequence[Timed]], price: Callable[[Work], int]) -> Quantity:
-    """What each op of a cohort takes from the GPU lane, with whose thread it shares a core.
+def micro_batch_op_cost(steps: Sequence[Sequence[Timed]], price: Callable[[Work], int]) -> Quantity:
+    """What each op of a micro-batch takes from the GPU lane, with whose thread it shares a core.
 
-    By how much longer the GPU's ops of a layer take with cohorts beside them than by ``price``, measured without any.
+    By how much longer the GPU's ops of a layer take with micro-batches beside them than by ``price``, measured without
+    any.
     """
     taken = []
-    for timed in passes:
-        of_cohorts = sum([t.lane != GPU for t in timed])
+    for timed in steps:
+        of_micro_batches = sum([t.lane != GPU for t in timed])
         layers = [t for t in timed if t.lane == GPU and t.work.kind in ("linear", "decode_attention")]
-        taken.append(sum([t.took_ns - price(t.work) for t in layers]) / of_cohorts)
-    return _quantity(statistics.median(taken), "median over decode passes with CPU rows")
+        taken.append(sum([t.took_ns - price(t.work) for t in layers]) / of_micro_batches)
+    return _quantity(statistics.median(taken), "median over decode steps with CPU rows")
 
 
 def _quantity(ns: float, source: str) -> Quantity:
@@ -74,22 +75,22 @@ def _quantity(ns: float, source: str) -> Quantity:
 
 
 def _measure_tables(bench: Bench, samples: list[Sample], decodes: list[Timed], show: Callable[[str], None]) -> None:
-    """Add the samples of every point, and the decode passes with rows on both tiers."""
+    """Add the samples of every point, and the decode steps with rows on both tiers."""
     for context, rows in product(CONTEXTS, ROWS):
         show(f"{rows} rows of {context} keys on each tier")
-        beside = bench.passes(rows, rows, context, PASSES)
-        samples += samples_of(bench.passes(rows, 0, context, PASSES))
+        beside = bench.steps(rows, rows, context, PASSES)
+        samples += samples_of(bench.steps(rows, 0, context, PASSES))
         samples += [s for s in samples_of(beside) if s.lane != GPU]
         decodes += beside
     for rows in LINEAR_ROWS:
-        samples += [s for s in samples_of(bench.passes(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
+        samples += [s for s in samples_of(bench.steps(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
     for chunk in CHUNKS:
         show(f"a prompt of {chunk} tokens")
         samples += samples_of(bench.prompts(chunk, PASSES))
 
 
 def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
-    """Measure every table of the profile: ops of the GPU lane in passes without CPU rows, the others beside it."""
+    """Measure every table of the profile: ops of the GPU lane in steps without CPU rows, the others beside it."""
     samples: list[Sample] = []
     decodes: list[Timed] = []
     number, total = count(1), ROUNDS * (len(CONTEXTS) * len(ROWS) + len(CHUNKS))
@@ -104,8 +105,8 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
         )
 
     tables = costs_of(bench, profile(), bench.device.profile).pricing
-    mixed = [bench.passes(*rows, c, PASSES, policy()) for policy in MIXED for rows in MIXED_ROWS for c in CONTEXTS[1:]]
-    costs["cohort_op"] = cohort_op_cost(mixed, lambda work: tables.work_ns(GPU, work))
+    mixed = [bench.steps(*rows, c, PASSES, policy()) for policy in MIXED for rows in MIXED_ROWS for c in CONTEXTS[1:]]
+    costs["micro_batch_op"] = micro_batch_op_cost(mixed, lambda work: tables.work_ns(GPU, work))
     return profile()
 
 
@@ -114,7 +115,7 @@ def check(bench: Bench, profile: Profile, fingerprint: str) -> list[tuple[str, f
     costs = costs_of(bench, profile, fingerprint)
     found = []
     for gpu_rows, cpu_rows, context in CHECK_POINTS:
-        alone, beside = (bench.passes(gpu_rows, rows, context, PASSES) for rows in (0, cpu_rows))
+        alone, beside = (bench.steps(gpu_rows, rows, context, PASSES) for rows in (0, cpu_rows))
         for timed, lane, kind in (
             (alone, GPU, "linear"),
             (alone, GPU, "decode_attention"),

@@ -1,6 +1,6 @@
 """``hybridattn calibrate``: measure this machine and write its profile; ``--check`` measures a few points again.
 
-A real model runs real passes on the `host` device with chosen numbers of rows and keys: no prompts are read, the pages
+A real model runs real steps on the `host` device with chosen numbers of rows and keys: no prompts are read, the pages
 hold zeros, which take as long to attend to as anything else. Every op says what work it was (the same works that the
 simulator prices), so each becomes a sample of the profile's tables.
 """

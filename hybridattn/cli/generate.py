@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hybridattn
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import InputError
-from hybridattn.runtime.call import Output
-from hybridattn.runtime.llm import LLM
-from hybridattn.runtime.params import SamplingParams
+from hybridattn.core.params import SamplingParams
+from hybridattn.engine.call import Output
 
 
 def add_parser(commands: Any) -> None:
@@ -55,7 +55,7 @@ def _add_engine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-model-len", type=int, metavar="N", help="prompt + output tokens of a request")
     p.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests at a time (default %(default)s)")
     p.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="GPU rows of a pass (default %(default)s)"
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="GPU rows of a step (default %(default)s)"
     )
     p.add_argument(
         "--op-timeout", type=float, default=60.0, metavar="S", help="longest wait for one op (default %(default)s s)"
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace) -> LLM:
-    return LLM(
+def _open(args: argparse.Namespace) -> hybridattn.LLM:
+    return hybridattn.LLM(
         model=args.model,
         device=args.device,
         policy=args.policy,
@@ -150,7 +150,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+def _stream(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams) -> None:
     """Print texts in the order of the prompts: the first unfinished one live, the later ones when it is their turn."""
     held: list[list[str]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
@@ -167,7 +167,7 @@ def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
             turn += 1
 
 
-def _as_dict(output: Output, llm: LLM) -> dict[str, Any]:
+def _as_dict(output: Output, llm: hybridattn.LLM) -> dict[str, Any]:
     return {
         "text": output.text,
         "token_ids": list(output.token_ids),

@@ -1,1 +1,1 @@
-"""Words everybody shares: lanes, work, ops, tickets, spans, the device and stages contracts, records, traces."""
+"""Words everybody shares: lanes, work, ops, futures, spans, the device and stages contracts, records, traces."""

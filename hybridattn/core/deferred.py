@@ -1,7 +1,7 @@
 """A result that the host can only read once its op has ended.
 
 On a device whose ops are enqueued first and run later, the closure of an op returns before its numbers exist. It may
-then return a ``Deferred``; the ticket calls ``finish`` once, in the driver's thread, when the op has ended.
+then return a ``Deferred``; the future calls ``finish`` once, in the driver's thread, when the op has ended.
 """
 
 from __future__ import annotations

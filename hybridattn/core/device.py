@@ -1,12 +1,12 @@
 """The device contract: where lanes live. The executor and every policy are written once against it.
 
     submit(op, after)     never blocks on earlier work
-    ticket.done()         never blocks; True when the op ended, well or badly
-    ticket.wait(bound)    bounded; raises the op's error, or StallError when the bound passes
+    future.done()         never blocks; True when the op ended, well or badly
+    future.wait(bound)    bounded; raises the op's error, or StallError when the bound passes
 
-A lane is in order and its ops do not overlap. An op starts after every ticket in ``after`` ended. If one of those
+A lane is in order and its ops do not overlap. An op starts after every future in ``after`` ended. If one of those
 failed, the op fails with the same error and does not run. A GPU-lane op whose ``after`` holds an unfinished
-``cpu.attention`` ticket is refused: a real stream cannot wait for host work without stalling; poll or wait first.
+``cpu.attention`` future is refused: a real stream cannot wait for host work without stalling; poll or wait first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, GPU_LANES, Op
 
 
-class Ticket(Protocol):
+class Future(Protocol):
     """What submitting an op returns."""
 
     op: Op
@@ -44,7 +44,7 @@ class Ticket(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Discard the result. The op may still run; what it uses is free only once the ticket ended."""
+        """Discard the result. The op may still run; what it uses is free only once the future ended."""
         ...
 
 
@@ -59,7 +59,7 @@ class Span:
     layer: int = -1
     rows: int = 0
     num_bytes: int = 0
-    ready_ns: int = 0  # when the last ticket of `after` ended (0: it waited for nothing)
+    ready_ns: int = 0  # when the last future of `after` ended (0: it waited for nothing)
 
     @property
     def duration_ns(self) -> int:
@@ -81,18 +81,18 @@ class Device(Protocol):
     kind: str  # "measured", "emulated" or "simulated": goes into every row, so that they never mix
     profile: str  # fingerprint of the profile that prices ops, or of this machine
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket: ...
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> Future: ...
 
     def driving(self) -> AbstractContextManager[None]:
-        """Around a pass: until its end the calling thread drives, on the cores that are kept for that."""
+        """Around a step: until its end the calling thread drives, on the cores that are kept for that."""
         ...
 
     def now_ns(self) -> int: ...
 
     def sleep_until_ns(self, when_ns: int) -> None: ...
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
-        """Return when one of ``tickets`` is done; ``StallError`` naming them when the bound passes."""
+    def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
+        """Return when one of ``futures`` is done; ``StallError`` naming them when the bound passes."""
         ...
 
     def drain(self, timeout_ns: int) -> list[Span]:
@@ -110,12 +110,12 @@ class Device(Protocol):
         ...
 
 
-def check_after(op: Op, after: Iterable[Ticket]) -> None:
+def check_after(op: Op, after: Iterable[Future]) -> None:
     """Refuse a GPU-lane op that would have to wait for unfinished host work (see the module's docstring)."""
     if op.lane not in GPU_LANES:
         return
-    for ticket in after:
-        if ticket.op.lane == CPU and not ticket.done():
+    for future in after:
+        if future.op.lane == CPU and not future.done():
             raise DeviceError(
-                f"{op.describe()} may not wait for unfinished host work ({ticket.op.describe()}): poll it first"
+                f"{op.describe()} may not wait for unfinished host work ({future.op.describe()}): poll it first"
             )

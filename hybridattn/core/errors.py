@@ -20,4 +20,4 @@ class DeviceError(HybridAttnError, RuntimeError):
 
 
 class StallError(DeviceError):
-    """Nothing moves any more: a ticket past its timeout, or unfinished work with nothing in flight."""
+    """Nothing moves any more: a future past its timeout, or unfinished work with nothing in flight."""

@@ -66,7 +66,7 @@ class NativeJob(Protocol):
 class Op:
     """One unit of work on a lane.
 
-    ``run`` does the work in the lane's thread and its return value becomes the ticket's result. ``native`` is the
+    ``run`` does the work in the lane's thread and its return value becomes the future's result. ``native`` is the
     alternative for ``cpu.attention``: given the pool, it pushes a job into the ring without waiting and returns it.
     A priced op (simulator) has neither.
     """

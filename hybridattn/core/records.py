@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per request, one per pass. Metrics are pure functions of these."""
+"""What a run leaves behind: one record per request, one per step. Metrics are pure functions of these."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PassRecord:
-    """One pass of the GPU over the layers (or, with ``gpu_rows == 0``, one round of detours).
+class StepRecord:
+    """One step of the GPU over the layers (or, with ``gpu_rows == 0``, one round of detours).
 
-    ``layers_advanced`` counts cohort-layers: a cohort of any size that went from layer l to l+1 counts one.
-    ``cohorts`` is the number of cohorts in flight when the pass began, those launched by it included.
+    ``layers_advanced`` counts micro-batch-layers: a micro-batch of any size that went from layer l to l+1 counts one.
+    ``micro_batches`` is the number of micro-batches in flight when the step began, those launched by it included.
     """
 
     index: int
@@ -57,7 +57,7 @@ class PassRecord:
     gpu_rows: int
     prefill_tokens: int
     cpu_rows: int
-    cohorts: int
+    micro_batches: int
     layers_advanced: int
     polls_made: int
     polls_hit: int
@@ -77,4 +77,4 @@ class RunRecords:
 
     num_layers: int
     requests: list[RequestRecord] = field(default_factory=list)
-    passes: list[PassRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)

@@ -1,13 +1,13 @@
-"""The stages contract: what a model does at each step of a pass, as ops for a device.
+"""The stages contract: what a model does in a step, as ops for a device.
 
 The executor calls these in the driver's thread, in the order of the picture below, and submits what they return.
-``TorchStages`` returns ops that compute; ``PricedStages`` returns ops that only have a price. One GPU pass, one cohort
-of CPU rows standing at layer l (time runs to the right):
+``TorchStages`` returns ops that compute; ``PricedStages`` returns ops that only have a price. One GPU step, one
+micro-batch of CPU rows standing at layer l (time runs to the right):
 
-    gpu.compute   |attention(l, G)|linear(l, G + cohort): post(l), pre(l+1)|attention(l+1, G)|...
-    gpu.h2d          |fetch(l, cohort)|
-    gpu.d2h                                                                |send(l+1, cohort)|
-    cpu.attention  ...(l, cohort)|                                                           |(l+1, cohort) ...
+    gpu.compute   |attention(l, G)|linear(l, G + micro-batch): post(l), pre(l+1)|attention(l+1, G)|...
+    gpu.h2d          |fetch_output(l, micro-batch)|
+    gpu.d2h                                                                |send_qkv(l+1, micro-batch)|
+    cpu.attention  ...(l, micro-batch)|                                                          |(l+1, micro-batch) ...
 
 Integers, tables and token ids that an op needs are read when the op is made, not when it runs: the driver changes
 requests while ops are in flight.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from hybridattn.core.device import Ticket
+from hybridattn.core.device import Future
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import Op
 
@@ -28,7 +28,7 @@ TIERS = (GPU_TIER, CPU_TIER)
 
 
 class RequestLike(Protocol):
-    """What stages read of a request (``hybridattn.runtime.request.Request``)."""
+    """What stages read of a request (``hybridattn.core.request.Request``)."""
 
     request_id: str
     token_ids: list[int]  # prompt, then output
@@ -40,7 +40,7 @@ class RequestLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one request that go through all layers on the GPU in one pass.
+    """Consecutive tokens of one request that go through all layers on the GPU in one step.
 
     ``tier`` is where their K,V goes: a prefill of a CPU-tier request computes on the GPU and hands its K,V down.
     ``samples`` says that the logits of the last token are wanted.
@@ -62,19 +62,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The GPU rows of one pass: decode rows, whose keys together are ``decode_keys``, then ``prefills``."""
+    """The GPU rows of one step: decode rows, whose keys together are ``decode_kv_tokens``, then ``prefills``."""
 
     segments: tuple[Segment, ...]
     prefills: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
-    decode_keys: int = field(init=False, repr=False, compare=False)
+    decode_kv_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        keys = [s.start + 1 for s in self.segments if not s.prefill]
-        prefills = self.segments[len(keys) :]
+        kv_tokens = [s.start + 1 for s in self.segments if not s.prefill]
+        prefills = self.segments[len(kv_tokens) :]
         if not all([s.prefill for s in prefills]):
             raise InputError("batch: decode rows must come before prefill segments")
         object.__setattr__(self, "prefills", prefills)
-        object.__setattr__(self, "decode_keys", sum(keys))
+        object.__setattr__(self, "decode_kv_tokens", sum(kv_tokens))
 
     @property
     def num_decodes(self) -> int:
@@ -94,7 +94,7 @@ class Batch:
         return tuple([(s.num_tokens, s.start + s.num_tokens) for s in self.prefills])
 
     @property
-    def handed_down(self) -> tuple[Segment, ...]:
+    def offloaded(self) -> tuple[Segment, ...]:
         """Prefill segments whose K,V goes to the CPU tier."""
         return tuple([s for s in self.prefills if s.tier == CPU_TIER])
 
@@ -107,23 +107,23 @@ class CpuRow:
     position: int
 
 
-class Cohort:
+class MicroBatch:
     """CPU rows that move through the layers together.
 
     Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
-    end. ``layer`` is where its attention is in flight (``ticket``, from its first layer on) or finished. ``dead`` marks
+    end. ``layer`` is where its attention is in flight (``future``, from its first layer on) or finished. ``dead`` marks
     rows whose request was aborted or preempted: they ride along, attend to nothing, and their result is discarded.
 
-    Policies see it as a ``hybridattn.policies.base.CohortView``: the executor keeps ``size`` (its rows), ``keys`` (of
-    the rows alive), ``layer``, ``ready``, ``same_pass`` and ``return_ns`` current.
+    Policies see it as a ``hybridattn.policies.base.MicroBatchView``: the executor keeps ``size`` (its rows),
+    ``kv_tokens`` (of the rows alive), ``layer``, ``ready``, ``same_step`` and ``return_ns`` current.
     """
 
     __slots__ = (
-        "dead", "first_slot", "keys", "layer", "number", "ready", "requests", "return_ns", "rows", "same_pass", "size",
-        "submitted_ns", "ticket",
+        "dead", "first_slot", "kv_tokens", "layer", "number", "ready", "requests", "return_ns", "rows", "same_step",
+        "size", "submitted_ns", "future",
     )  # fmt: skip
 
-    ticket: Ticket
+    future: Future
 
     def __init__(self, number: int, rows: Sequence[CpuRow], first_slot: int) -> None:
         self.number = number
@@ -133,20 +133,20 @@ class Cohort:
         self.first_slot = first_slot
         self.layer = -1
         self.ready = False
-        self.same_pass = True
+        self.same_step = True
         self.submitted_ns = 0
         self.return_ns = 0
         self.dead: set[int] = set()
-        self.keys = 0
-        self.count_keys()
+        self.kv_tokens = 0
+        self.count_kv_tokens()
 
-    def count_keys(self) -> None:
+    def count_kv_tokens(self) -> None:
         """Keys of the rows that are alive."""
         dead = self.dead
         if not dead:
-            self.keys = sum([r.position + 1 for r in self.rows])
+            self.kv_tokens = sum([r.position + 1 for r in self.rows])
         else:
-            self.keys = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
+            self.kv_tokens = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
 
 
 class Sampled(NamedTuple):
@@ -163,49 +163,49 @@ class Stages(Protocol):
     num_layers: int
 
     def begin(self, batch: Batch) -> None:
-        """Plan the GPU rows of the coming pass (tables, positions, token ids)."""
+        """Plan the GPU rows of the coming step (tables, positions, token ids)."""
         ...
 
-    def launch(self, cohort: Cohort) -> None:
-        """Plan a new cohort (tables, positions, token ids)."""
+    def dispatch(self, micro_batch: MicroBatch) -> None:
+        """Plan a new micro-batch (tables, positions, token ids)."""
         ...
 
-    def replan(self, cohort: Cohort) -> None:
-        """Rows of ``cohort`` died: their blocks must not be touched by attention ops made from now on."""
+    def replan(self, micro_batch: MicroBatch) -> None:
+        """Rows of ``micro_batch`` died: their blocks must not be touched by attention ops made from now on."""
         ...
 
     def attention(self, layer: int, batch: Batch) -> Op:
         """gpu.compute: writes K,V of GPU-tier rows and attends."""
         ...
 
-    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+    def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         """gpu.compute: post(layer) and pre(layer + 1) for the rows present.
 
-        ``layer == -1`` embeds and does pre(0) only; the last layer does post, the head and sampling, and its ticket's
-        result is a list of token ids: sampling segments first, then the rows of the cohorts, dead ones included.
+        ``layer == -1`` embeds and does pre(0) only; the last layer does post, the head and sampling, and its future's
+        result is a list of token ids: sampling segments first, then the rows of the micro-batches, dead ones included.
         """
         ...
 
-    def send(self, cohort: Cohort) -> Op:
-        """gpu.d2h: q, k, v of the cohort at its layer go down."""
+    def send_qkv(self, micro_batch: MicroBatch) -> Op:
+        """gpu.d2h: q, k, v of the micro-batch at its layer go down."""
         ...
 
-    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
+    def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
         """cpu.attention: appends k, v to the CPU pages, then attends."""
         ...
 
-    def fetch(self, cohort: Cohort) -> Op:
-        """gpu.h2d: the attention output of the cohort goes up."""
+    def fetch_output(self, micro_batch: MicroBatch) -> Op:
+        """gpu.h2d: the attention output of the micro-batch goes up."""
         ...
 
-    def pull(self, layer: int, segment: Segment) -> Op:
+    def load_kv(self, layer: int, segment: Segment) -> Op:
         """gpu.h2d: K,V of this layer's earlier tokens of a chunked CPU-tier prefill go up into the staging area."""
         ...
 
-    def hand_down(self, layer: int, segment: Segment) -> Op:
+    def offload_kv(self, layer: int, segment: Segment) -> Op:
         """gpu.d2h: K,V of this segment at this layer are packed into the CPU pages."""
         ...
 
-    def finish(self, cohort: Cohort) -> None:
-        """The cohort ended; its per-cohort state may go."""
+    def finish(self, micro_batch: MicroBatch) -> None:
+        """The micro-batch ended; its per-micro-batch state may go."""
         ...

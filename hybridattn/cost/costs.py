@@ -67,17 +67,17 @@ class Costs:
             found = self._ends[rows] = self.pricing.work_ns(GPU, self.cost.last(rows, rows)) if rows else 0
         return found
 
-    def layer_ns(self, tokens: int, rows: int, keys: int) -> int:
+    def layer_ns(self, tokens: int, rows: int, kv_tokens: int) -> int:
         """Linear stage of ``tokens`` rows and GPU attention of ``rows`` decode rows."""
-        found = self._layers.get((tokens, rows, keys))
+        found = self._layers.get((tokens, rows, kv_tokens))
         if found is None:
             if len(self._layers) > MOST_KEPT:
                 self._layers.clear()
-            found = self._layers[tokens, rows, keys] = self.linear_ns(tokens) + self.attention_ns(rows, keys)
+            found = self._layers[tokens, rows, kv_tokens] = self.linear_ns(tokens) + self.attention_ns(rows, kv_tokens)
         return found
 
-    def pass_linear_ns(self, rows: int) -> int:
-        """All linear stages of a pass: embedding and pre(0), L - 1 layers, the last one with the head."""
+    def step_linear_ns(self, rows: int) -> int:
+        """All linear stages of a step: embedding and pre(0), L - 1 layers, the last one with the head."""
         if not rows:
             return 0
         first = self._firsts.get(rows)
@@ -85,46 +85,46 @@ class Costs:
             first = self._firsts[rows] = self.pricing.work_ns(GPU, self.cost.first(rows))
         return first + (self.num_layers - 1) * self.linear_ns(rows) + self.last_ns(rows)
 
-    def attention_ns(self, rows: int, keys: int, prefill: Iterable[tuple[int, int]] = ()) -> int:
-        """GPU attention of one layer: decode rows with ``keys`` keys in all, and prompt chunks (tokens, keys)."""
+    def attention_ns(self, rows: int, kv_tokens: int, prefill: Iterable[tuple[int, int]] = ()) -> int:
+        """GPU attention of one layer: decode rows with ``kv_tokens`` keys in all, and prompt chunks (tokens, keys)."""
         chunks = tuple(prefill)
         if not chunks:
-            return self._kept(GPU, rows, keys)
-        return self.pricing.work_ns(GPU, self.cost.attention(rows, max(rows, keys), chunks))
+            return self._kept(GPU, rows, kv_tokens)
+        return self.pricing.work_ns(GPU, self.cost.attention(rows, max(rows, kv_tokens), chunks))
 
-    def cpu_ns(self, rows: int, keys: int) -> int:
-        """CPU attention of one layer for ``rows`` rows with ``keys`` keys in all."""
-        return self._kept(CPU, rows, keys)
+    def cpu_ns(self, rows: int, kv_tokens: int) -> int:
+        """CPU attention of one layer for ``rows`` rows with ``kv_tokens`` keys in all."""
+        return self._kept(CPU, rows, kv_tokens)
 
-    def _kept(self, lane: str, rows: int, keys: int) -> int:
+    def _kept(self, lane: str, rows: int, kv_tokens: int) -> int:
         """Decode attention on a lane, kept by its arguments (all forgotten when there are too many)."""
         if not rows:
             return 0
-        found = self._attention.get((lane, rows, keys))
+        found = self._attention.get((lane, rows, kv_tokens))
         if found is None:
             if len(self._attention) > MOST_KEPT:
                 self._attention.clear()
-            found = self.pricing.work_ns(lane, self.cost.decode_attention(rows, max(rows, keys)))
-            self._attention[lane, rows, keys] = found
+            found = self.pricing.work_ns(lane, self.cost.decode_attention(rows, max(rows, kv_tokens)))
+            self._attention[lane, rows, kv_tokens] = found
         return found
 
     def down_ns(self, rows: int) -> int:
         """q, k, v of ``rows`` rows go down."""
         found = self._copies.get((D2H, rows))
         if found is None:
-            found = self._copies[D2H, rows] = self.pricing.work_ns(D2H, self.cost.send(rows))
+            found = self._copies[D2H, rows] = self.pricing.work_ns(D2H, self.cost.send_qkv(rows))
         return found
 
     def up_ns(self, rows: int) -> int:
         """Attention output of ``rows`` rows goes up."""
         found = self._copies.get((H2D, rows))
         if found is None:
-            found = self._copies[H2D, rows] = self.pricing.work_ns(H2D, self.cost.fetch(rows))
+            found = self._copies[H2D, rows] = self.pricing.work_ns(H2D, self.cost.fetch_output(rows))
         return found
 
-    def pass_ns(self, rows: int, keys: int) -> int:
-        """A whole pass of ``rows`` GPU rows without CPU rows."""
-        return self.pass_linear_ns(rows) + self.num_layers * self.attention_ns(rows, keys)
+    def step_ns(self, rows: int, kv_tokens: int) -> int:
+        """A whole step of ``rows`` GPU rows without CPU rows."""
+        return self.step_linear_ns(rows) + self.num_layers * self.attention_ns(rows, kv_tokens)
 
     def corrected(self, cpu_factor: float) -> Costs:
         """The same with CPU attention times ``cpu_factor``."""

@@ -1,6 +1,6 @@
 """Closed forms: from which point on does CPU attention beside a GPU pay? Derived in ``docs/crossover.md``.
 
-Symbols, per iteration (one pass of the GPU over all layers for its own rows):
+Symbols, per step (one step of the GPU over all layers for its own rows):
 
     T_l, T_a    linear and attention time of the GPU          P = T_l + T_a
     x           T_a / T_l
@@ -76,7 +76,7 @@ def ap_gain(x: float, r: float) -> float:
 def eq6_threshold(x: float, f: float = 0.0) -> float:
     """Asymmetric pipelining beats GPU-only iff ``N_G / N_C`` lies below this (APEX, arXiv 2506.03296, eq. 6).
 
-    ``2/x + 3 + x`` without prefill. With prefill taking ``f * T_l`` in every iteration, the window in which CPU
+    ``2/x + 3 + x`` without prefill. With prefill taking ``f * T_l`` in every step, the window in which CPU
     attention hides grows and the threshold is ``(1 + x + f)(2 + x + f) / x``.
     """
     _positive(x=x)
@@ -108,7 +108,7 @@ def mixed_window_ns(linear_ns: int, attention_ns: int, prefill_linear_ns: int, p
 
 
 def overlap_advance(num_layers: int) -> float:
-    """Layers per iteration of a cohort that joins at most once per iteration: ``a = L / (L + 1)``."""
+    """Layers per step of a micro-batch that joins at most once per step: ``a = L / (L + 1)``."""
     _positive(num_layers=num_layers)
     return num_layers / (num_layers + 1)
 
@@ -116,7 +116,7 @@ def overlap_advance(num_layers: int) -> float:
 def overlap_gain(request_ratio: float, d: float, num_layers: int) -> float:
     """One-layer overlap over GPU-only, CPU not saturated: ``(1 + (a / L) B_C / B_G) / (1 + d)``.
 
-    ``d`` is the fraction by which an iteration stretches because of work that is exposed at its layers.
+    ``d`` is the fraction by which a step stretches because of work that is exposed at its layers.
     """
     _not_negative(request_ratio=request_ratio, d=d)
     return (1 + overlap_advance(num_layers) / num_layers * request_ratio) / (1 + d)
@@ -142,10 +142,10 @@ def exposed_stretch(exposed_ns: int, layer_ns: int) -> float:
     return exposed_ns / layer_ns
 
 
-def saturating_rows(pass_ns: int, cpu_row_layer_ns: float) -> float:
-    """``B_C`` from which joins alone keep the CPU busy, ``P / c``: each row needs ``c`` once per iteration."""
-    _positive(pass_ns=pass_ns, cpu_row_layer_ns=cpu_row_layer_ns)
-    return pass_ns / cpu_row_layer_ns
+def saturating_rows(step_ns: int, cpu_row_layer_ns: float) -> float:
+    """``B_C`` from which joins alone keep the CPU busy, ``P / c``: each row needs ``c`` once per step."""
+    _positive(step_ns=step_ns, cpu_row_layer_ns=cpu_row_layer_ns)
+    return step_ns / cpu_row_layer_ns
 
 
 def same_iteration_rows(attention_ns: int, cpu_row_layer_ns: float, num_layers: int) -> float:
@@ -207,7 +207,7 @@ def _eq6_tables() -> list[str]:
     ]
     return [
         _table("Asymmetric pipelining (eq. 6)", "       x  N_G/N_C <  N_C/N_G >  B_C/B_G >", rows),
-        _table("eq. 6 with prefill of f T_l in every iteration", "       x    f=0.0    f=0.5    f=1.0    f=4.0", mixed),
+        _table("eq. 6 with prefill of f T_l in every step", "       x    f=0.0    f=0.5    f=1.0    f=4.0", mixed),
     ]
 
 

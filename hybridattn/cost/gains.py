@@ -81,13 +81,13 @@ class Layout:
         return float(self.num_layers * self.pricing.work_ns(GPU, work))
 
     @property
-    def pass_ns(self) -> float:
+    def step_ns(self) -> float:
         """Iteration without CPU rows (P)."""
         return self.linear_ns(self.gpu_rows) + self.attention_ns
 
     @property
     def cpu_token_ns(self) -> float:
-        """CPU time for one token of one request, all layers (1 / N_C), in cohorts of all CPU rows, at most 64."""
+        """CPU time for one token of one request, all layers (1 / N_C), in micro-batches of all CPU rows, at most 64."""
         rows = min(max(self.cpu_rows, 1), 64)
         work = self.cost.decode_attention(rows, rows * self.context)
         return self.num_layers * self.pricing.work_ns(CPU, work) / rows
@@ -96,7 +96,10 @@ class Layout:
     def copy_token_ns(self) -> float:
         """Time of the busier copy lane for one token of one request, all layers."""
         rows = min(max(self.cpu_rows, 1), 64)
-        down, up = self.pricing.work_ns(D2H, self.cost.send(rows)), self.pricing.work_ns(H2D, self.cost.fetch(rows))
+        down, up = (
+            self.pricing.work_ns(D2H, self.cost.send_qkv(rows)),
+            self.pricing.work_ns(H2D, self.cost.fetch_output(rows)),
+        )
         return self.num_layers * max(down, up) / rows
 
 
@@ -107,8 +110,8 @@ def predict(layout: Layout, view: View) -> dict[str, float]:
     request fits on the GPU.
     """
     rate = _cpu_rate(layout, view)
-    gpu_only = layout.gpu_rows / layout.pass_ns if layout.gpu_rows else 0.0
-    whole = (layout.gpu_rows + layout.cpu_rows) / (layout.pass_ns or layout.linear_ns(1))
+    gpu_only = layout.gpu_rows / layout.step_ns if layout.gpu_rows else 0.0
+    whole = (layout.gpu_rows + layout.cpu_rows) / (layout.step_ns or layout.linear_ns(1))
     per_ns = {
         "gpu_only": gpu_only,
         "sync_offload": _sync_offload(layout, view, rate),
@@ -153,7 +156,7 @@ def _asymmetric(layout: Layout, view: View, rate: float) -> float:
 
 
 def _async_overlap(layout: Layout, view: View, rate: float) -> float:
-    """One layer per iteration for every CPU row, spread over the layers, up to what the CPU serves."""
+    """One layer per step for every CPU row, spread over the layers, up to what the CPU serves."""
     if not layout.gpu_rows:
         return _sync_offload(layout, view, rate)
     tokens = overlap_advance(layout.num_layers) * layout.cpu_rows / layout.num_layers

@@ -82,7 +82,7 @@ def driver_of(profile: Profile) -> dict[str, Any]:
         "poll_ns": round(profile.value("poll")),
         "wake_ns": parts("wake"),
         "handover_ns": {lane: parts(lane) for lane in LANES},
-        "steals_ns": round(profile.value("cohort_op")),
+        "steals_ns": round(profile.value("micro_batch_op")),
     }
 
 

@@ -199,8 +199,8 @@ def _bottleneck(layout: Layout, concurrency: int) -> tuple[str, str]:
             f"KV of {layout.gpu_rows} of {concurrency} requests fits on the GPU, whose linear stages would take hardly "
             f"longer for more"
         )
-    share = layout.attention_ns / layout.pass_ns
-    return "memory bandwidth", f"weights and KV are read for few rows ({share:.0%} of the pass is attention)"
+    share = layout.attention_ns / layout.step_ns
+    return "memory bandwidth", f"weights and KV are read for few rows ({share:.0%} of the step is attention)"
 
 
 def _size(num_bytes: int) -> str:

@@ -152,18 +152,18 @@ class ModelCost:
 
     # Copies ----------------------------------------------------------------------------------------------------------
 
-    def send(self, rows: int) -> Work:
+    def send_qkv(self, rows: int) -> Work:
         """q, k and v of CPU rows go down at one layer: ``rows (H_q + 2 H_kv) D e`` bytes."""
         self._check(rows=rows)
         return Work("copy", 0.0, rows * (self._sizes[0] + self._sizes[1]), rows)
 
-    def fetch(self, rows: int) -> Work:
+    def fetch_output(self, rows: int) -> Work:
         """Attention output of CPU rows goes up at one layer: ``rows H_q D e`` bytes."""
         self._check(rows=rows)
         return Work("copy", 0.0, rows * self._sizes[0], rows)
 
-    def hand_down(self, tokens: int) -> Work:
-        """K and V of ``tokens`` prompt tokens move between the tiers at one layer (either way: ``pull``)."""
+    def offload_kv(self, tokens: int) -> Work:
+        """K and V of ``tokens`` prompt tokens move between the tiers at one layer (either way: ``load_kv``)."""
         self._check(tokens=tokens)
         return Work("copy", 0.0, tokens * self._sizes[2], tokens)
 
@@ -189,5 +189,5 @@ class ModelCost:
 
 
 def batch_attention(cost: ModelCost, batch: Batch) -> Work:
-    """GPU attention of a pass's rows at one layer: decode rows and prompt chunks as one op."""
-    return cost.attention(batch.num_decodes, batch.decode_keys, batch.chunks)
+    """GPU attention of a step's rows at one layer: decode rows and prompt chunks as one op."""
+    return cost.attention(batch.num_decodes, batch.decode_kv_tokens, batch.chunks)

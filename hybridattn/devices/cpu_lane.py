@@ -17,7 +17,7 @@ from collections import deque
 
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, SKIPPED, WAITED
-from hybridattn.devices.lane import HostTicket, LaneWorker, inherited
+from hybridattn.devices.lane import HostFuture, LaneWorker, inherited
 
 
 class CpuLane:
@@ -25,16 +25,16 @@ class CpuLane:
 
     def __init__(self, pool: object, cpus: tuple[int, ...]) -> None:
         self._pool = pool
-        self._pending: dict[int, deque[HostTicket]] = {WAITED: deque(), SKIPPED: deque()}
+        self._pending: dict[int, deque[HostFuture]] = {WAITED: deque(), SKIPPED: deque()}
         self._lock = threading.Lock()
-        self._closure: HostTicket | None = None  # a closure handed to the worker and not ended
-        self._native: HostTicket | None = None  # the latest native job
+        self._closure: HostFuture | None = None  # a closure handed to the worker and not ended
+        self._native: HostFuture | None = None  # the latest native job
         self._closing = False
-        self._worker = LaneWorker(f"hybridattn {CPU}", cpus, lambda: None, lambda ticket: self.pump())
+        self._worker = LaneWorker(f"hybridattn {CPU}", cpus, lambda: None, lambda future: self.pump())
 
-    def push(self, ticket: HostTicket) -> None:
+    def push(self, future: HostFuture) -> None:
         with self._lock:
-            self._pending[ticket.op.priority].append(ticket)
+            self._pending[future.op.priority].append(future)
         self.pump()
 
     def pump(self) -> None:
@@ -46,35 +46,35 @@ class CpuLane:
                 while pending and self._dispatch(pending[0]):
                     pending.popleft()
 
-    def _dispatch(self, ticket: HostTicket) -> bool:
-        """True when the ticket left the queue: failed, pushed into the ring or handed to the worker."""
+    def _dispatch(self, future: HostFuture) -> bool:
+        """True when the future left the queue: failed, pushed into the ring or handed to the worker."""
         if self._closing:
-            ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
+            future.end(error=DeviceError(f"{future.op.describe()} was dropped: the device is closing"))
             return True
-        if not all(t.done() for t in ticket.after):
+        if not all(t.done() for t in future.after):
             return False
-        failed = next((t for t in ticket.after if t.error is not None), None)
+        failed = next((t for t in future.after if t.error is not None), None)
         if failed is not None:
-            ticket.end(error=inherited(failed))
+            future.end(error=inherited(failed))
             return True
         if self._closure is not None and not self._closure.done():
             return False  # keeps the two kinds in order; the worker pumps when it is through
-        if ticket.op.native is not None:
-            return self._launch(ticket)
+        if future.op.native is not None:
+            return self._launch(future)
         if self._native is not None and not self._native.done():
-            ticket.after = (*ticket.after, self._native)  # the worker waits for it
-        self._closure = ticket
-        self._worker.push(ticket)
+            future.after = (*future.after, self._native)  # the worker waits for it
+        self._closure = future
+        self._worker.push(future)
         return True
 
-    def _launch(self, ticket: HostTicket) -> bool:
-        assert ticket.op.native is not None
+    def _launch(self, future: HostFuture) -> bool:
+        assert future.op.native is not None
         try:
-            ticket.become(ticket.op.native(self._pool))
+            future.become(future.op.native(self._pool))
         except Exception as error:  # refused by the pool: the waiters must hear of it
-            ticket.end(error=error)
+            future.end(error=error)
         else:
-            self._native = ticket
+            self._native = future
         return True
 
     def stop(self) -> None:

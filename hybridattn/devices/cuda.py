@@ -9,7 +9,7 @@
     gpu.d2h                                       wait(end) |begin| send(l+1) |end|
 
 A closure runs in the driver's thread when its op is submitted and only enqueues. Errors of a closure are known at once;
-an error of the GPU itself breaks the device: every ticket then ends with it.
+an error of the GPU itself breaks the device: every future then ends with it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 from cpu_kernels import WorkerPool
 from cpu_kernels.memory import available_bytes
-from hybridattn.core.device import Span, Ticket, check_after
+from hybridattn.core.device import Future, Span, check_after
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.devices.cores import CorePlan, plan_cores
 from hybridattn.devices.cuda_clock import GpuClock
+from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
 from hybridattn.devices.cuda_spans import spans_of
-from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.handover import HandoverLane, why_no_host_call
 from hybridattn.devices.live import LiveDevice
@@ -86,9 +86,9 @@ class CudaDevice(LiveDevice):
             raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
         super().__init__({"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}, record)
         self._close_timeout_s = close_timeout_s
-        self._lock = threading.RLock()  # the lane's worker thread looks at tickets too
+        self._lock = threading.RLock()  # the lane's worker thread looks at futures too
         self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
-        self._open: dict[str, deque[StreamTicket]] = {lane: deque() for lane in self._streams}
+        self._open: dict[str, deque[StreamFuture]] = {lane: deque() for lane in self._streams}
         self._pinned: list[int] = []
         self._clock = GpuClock(self.runtime, self._streams[GPU], _START_NS)
         self.why_poll = "asked for" if handover == "poll" else why_no_host_call(self.runtime)
@@ -111,54 +111,54 @@ class CudaDevice(LiveDevice):
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Ticket:
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> Future:
         self._refuse_if_closed(op)
         check_after(op, after)
-        ticket = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
-        self._keep(ticket)
+        future = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
+        self._keep(future)
         self.pump()
-        return ticket
+        return future
 
-    def _hand_over(self, op: Op, after: tuple[Ticket, ...]) -> HandoverTicket:
-        ticket = HandoverTicket(self, op, after)
-        self._cpu.push(ticket)
-        return ticket
+    def _hand_over(self, op: Op, after: tuple[Future, ...]) -> HandoverFuture:
+        future = HandoverFuture(self, op, after)
+        self._cpu.push(future)
+        return future
 
-    def _enqueue(self, op: Op, after: tuple[Ticket, ...]) -> StreamTicket:
-        ticket = StreamTicket(self, op, after)
+    def _enqueue(self, op: Op, after: tuple[Future, ...]) -> StreamFuture:
+        future = StreamFuture(self, op, after)
         if self.broken is None:
             try:
-                self._put(ticket)
+                self._put(future)
             except Exception as error:  # the card has failed since, and refuses everything
                 self.broken = error
         with self._lock:
             if self.broken is None:
-                self._open[op.lane].append(ticket)
+                self._open[op.lane].append(future)
             else:
-                ticket.settle(self.broken, 0, 0)
-        return ticket
+                future.settle(self.broken, 0, 0)
+        return future
 
-    def _put(self, ticket: StreamTicket) -> None:
+    def _put(self, future: StreamFuture) -> None:
         """Waits, the work, and its two events, on the stream of its lane."""
-        runtime, stream = self.runtime, self._streams[ticket.op.lane]
-        for earlier in ticket.after:
+        runtime, stream = self.runtime, self._streams[future.op.lane]
+        for earlier in future.after:
             # None: it has ended. An op of the same lane is before us on the stream anyway.
             event = getattr(earlier, "finished", None)
-            if event is not None and earlier.op.lane != ticket.op.lane:
+            if event is not None and earlier.op.lane != future.op.lane:
                 runtime.wait(stream, event)
-        ticket.begun, ticket.finished = runtime.event(), runtime.event()
-        runtime.record(ticket.begun, stream)
-        runtime.enqueue(stream, ticket.execute)
-        runtime.record(ticket.finished, stream)
+        future.begun, future.finished = runtime.event(), runtime.event()
+        runtime.record(future.begun, stream)
+        runtime.enqueue(stream, future.execute)
+        runtime.record(future.finished, stream)
 
     def sleep_until_ns(self, when_ns: int) -> None:
         while (left := when_ns - time.perf_counter_ns()) > 0:
             self.pump()
             time.sleep(min(left / 1e9, 0.001))
 
-    def _spans(self, tickets: list[Any]) -> list[Span]:
+    def _spans(self, futures: list[Any]) -> list[Span]:
         self._clock.realign()
-        spans = spans_of(tickets, self._clock.spread_ns)
+        spans = spans_of(futures, self._clock.spread_ns)
         self._clock.restart()
         return spans
 
@@ -172,7 +172,7 @@ class CudaDevice(LiveDevice):
         if not at_rest:
             # A host call may still come and push into the pool's memory, which must then outlive this object.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pool))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._tickets))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._futures))
         self.pool.close(timeout_s=self._close_timeout_s)
         self._cpu.join(max(0.0, deadline - time.perf_counter()))
         if at_rest:
@@ -195,20 +195,20 @@ class CudaDevice(LiveDevice):
             return False
         return True
 
-    # -- for tickets -------------------------------------------------------------------------------------------------
+    # -- for futures -------------------------------------------------------------------------------------------------
 
-    def passed(self, ticket: StreamTicket) -> bool:
+    def passed(self, future: StreamFuture) -> bool:
         with self._lock:
-            if ticket.ended:
+            if future.ended:
                 return True
-            if not self.seen(ticket.finished):
+            if not self.seen(future.finished):
                 return False
-            self._settle_through(ticket)
+            self._settle_through(future)
             return True
 
-    def _settle_through(self, ticket: StreamTicket) -> None:
-        """The lane is in order: whatever is before ``ticket`` has ended too, and so has what each came after."""
-        lane = self._open[ticket.op.lane]
+    def _settle_through(self, future: StreamFuture) -> None:
+        """The lane is in order: whatever is before ``future`` has ended too, and so has what each came after."""
+        lane = self._open[future.op.lane]
         while lane:
             first = lane.popleft()
             for earlier in first.after:
@@ -217,7 +217,7 @@ class CudaDevice(LiveDevice):
                 first.settle(None, self._clock.gpu_ns(first.begun), self._clock.gpu_ns(first.finished))
             else:
                 first.settle(self.broken, 0, 0)
-            if first is ticket:
+            if first is future:
                 return
 
     def seen(self, event: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Spans from tickets that were timed by two clocks."""
+"""Spans from futures that were timed by two clocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hybridattn.core.op import CPU, LANES
 _EVENT_NS = 2_000  # resolution of GPU events, twice
 
 
-def spans_of(tickets: Sequence[Any], spread_ns: int) -> list[Span]:
-    """Spans by start, from ended tickets in order of submission.
+def spans_of(futures: Sequence[Any], spread_ns: int) -> list[Span]:
+    """Spans by start, from ended futures in order of submission.
 
     An op never starts before what it waits for has ended, but the two clocks agree only up to ``spread_ns``: a start
     that lies before by no more than that is put right. A larger gap stays and is seen by ``core.trace.violations``.
     """
     spans = []
     for lane in LANES:
-        members = [t for t in tickets if t.op.lane == lane]
+        members = [t for t in futures if t.op.lane == lane]
         if lane == CPU:
             members.sort(key=lambda t: t.end_ns)  # priorities decide the order, not submission
         spans += _lane(members, 2 * spread_ns + _EVENT_NS)

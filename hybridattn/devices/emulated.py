@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from cpu_kernels import KVPages, append_kv, plan_decode
-from hybridattn.core.device import Ticket
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.device import Future
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, Op
 from hybridattn.core.shapes import ModelShape
-from hybridattn.core.stages import Cohort
+from hybridattn.core.stages import MicroBatch
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.pricing import Pricing
 from hybridattn.devices.host import HostDevice
-from hybridattn.devices.lane import HostTicket
+from hybridattn.devices.lane import HostFuture
 from hybridattn.kv.tables import block_table, slots
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.priced_stages import PricedStages
 
 _SPIN_NS = 150_000  # the last part of a wait is spun: a sleeping thread wakes up late by about 60 us
 _FILL_TOKENS = 4096
@@ -43,7 +43,7 @@ class EmulatedDevice(HostDevice):
         self.pricing = pricing
         self.profile = f"{pricing.fingerprint} beside {self.profile}"
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> HostTicket:
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> HostFuture:
         if op.lane == CPU:
             if op.native is None and op.run is None:
                 raise InputError(f"{op.describe()} computes nothing: cpu.attention is real on the emulated device")
@@ -84,11 +84,11 @@ class EmulatedStages(PricedStages):
         self._out = np.zeros((rows, self._heads, shape.head_dim), np.float32)
         self._decode: dict[int, Any] = {}
 
-    def replan(self, cohort: Cohort) -> None:
-        super().replan(cohort)
-        alive = [i not in cohort.dead for i in range(len(cohort.rows))]
-        pairs = list(zip(cohort.rows, alive, strict=True))
-        self._decode[cohort.number] = plan_decode(
+    def replan(self, micro_batch: MicroBatch) -> None:
+        super().replan(micro_batch)
+        alive = [i not in micro_batch.dead for i in range(len(micro_batch.rows))]
+        pairs = list(zip(micro_batch.rows, alive, strict=True))
+        self._decode[micro_batch.number] = plan_decode(
             self._pages,
             block_table([r.request.blocks if a else [] for r, a in pairs]),
             np.array([r.position + 1 if a else 0 for r, a in pairs], np.int32),
@@ -98,13 +98,16 @@ class EmulatedStages(PricedStages):
             ),
         )
 
-    def finish(self, cohort: Cohort) -> None:
-        super().finish(cohort)
-        del self._decode[cohort.number]
+    def finish(self, micro_batch: MicroBatch) -> None:
+        super().finish(micro_batch)
+        del self._decode[micro_batch.number]
 
-    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
-        op = super().cpu_attention(cohort, priority)
-        plan, where = self._decode[cohort.number], slice(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+    def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
+        op = super().cpu_attention(micro_batch, priority)
+        plan, where = (
+            self._decode[micro_batch.number],
+            slice(micro_batch.first_slot, micro_batch.first_slot + len(micro_batch.rows)),
+        )
         new = {"layer": 0, "k_new": self._new[0, where], "v_new": self._new[1, where]}
         op.native = lambda pool: pool.submit(plan, self._q[where], self._out[where], priority=priority, **new)
         return op

@@ -19,8 +19,8 @@ from typing import Any
 from cpu_kernels import WorkerPool
 from hybridattn.core.op import SKIPPED, WAITED, NativeJob
 from hybridattn.devices.cpu_lane import CpuLane
+from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, Event
-from hybridattn.devices.cuda_ticket import HandoverTicket, StreamTicket
 
 PROBE_S = 2.0
 
@@ -46,37 +46,37 @@ class HandoverLane(CpuLane):
         self._jobs = pool
         self._preparing = _Preparing(pool)
 
-    def push(self, ticket: Any) -> None:
-        if self._goes_by_stream(ticket):
+    def push(self, future: Any) -> None:
+        if self._goes_by_stream(future):
             with self._lock:
-                self._by_stream(ticket)
+                self._by_stream(future)
         else:
-            super().push(ticket)
+            super().push(future)
 
-    def _goes_by_stream(self, ticket: HandoverTicket) -> bool:
+    def _goes_by_stream(self, future: HandoverFuture) -> bool:
         """Native, after stream ops only, and nothing queued that it would overtake."""
-        if not self.by_stream or ticket.op.native is None or self._closing:
+        if not self.by_stream or future.op.native is None or self._closing:
             return False
         if self._pending[WAITED] or self._pending[SKIPPED] or (self._closure is not None and not self._closure.done()):
             return False
-        return all(isinstance(t, StreamTicket) and t.error is None for t in ticket.after)
+        return all(isinstance(t, StreamFuture) and t.error is None for t in future.after)
 
-    def _by_stream(self, ticket: HandoverTicket) -> None:
-        assert ticket.op.native is not None
+    def _by_stream(self, future: HandoverFuture) -> None:
+        assert future.op.native is not None
         try:
-            job = ticket.op.native(self._preparing)
+            job = future.op.native(self._preparing)
         except Exception as error:  # refused by the pool: the waiters must hear of it
-            ticket.end(error=error)
+            future.end(error=error)
             return
         try:
-            ticket.hand_over(job, self._call_after(ticket, self._jobs.descriptor(job)))  # type: ignore[arg-type]
+            future.hand_over(job, self._call_after(future, self._jobs.descriptor(job)))  # type: ignore[arg-type]
         except Exception as error:  # the card has failed since
-            ticket.end(error=error)
-        self._native = ticket
+            future.end(error=error)
+        self._native = future
 
-    def _call_after(self, ticket: HandoverTicket, descriptor: int) -> Event:
+    def _call_after(self, future: HandoverFuture, descriptor: int) -> Event:
         """The push of a job, once what it comes after has ended; returns the event that passes then."""
-        for earlier in ticket.after:
+        for earlier in future.after:
             if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
                 self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
         self._runtime.host_call(self.stream, self._jobs.push_address, descriptor)

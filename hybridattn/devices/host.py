@@ -18,13 +18,13 @@ import psutil
 import torch
 
 from cpu_kernels import WorkerPool
-from hybridattn.core.device import Span, Ticket, check_after
+from hybridattn.core.device import Future, Span, check_after
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
 from hybridattn.devices.cores import CorePlan, plan_cores
 from hybridattn.devices.cpu_lane import CpuLane
 from hybridattn.devices.fingerprint import fingerprint
-from hybridattn.devices.lane import HostTicket, LaneWorker
+from hybridattn.devices.lane import HostFuture, LaneWorker
 from hybridattn.devices.live import LiveDevice
 
 _GPU_THREAD = f"hybridattn {GPU} x"  # followed by torch's thread count: what other devices of the process look for
@@ -87,33 +87,33 @@ class HostDevice(LiveDevice):
                     "is global; close that one first or use the same number"
                 )
 
-    def _ended(self, ticket: HostTicket) -> None:
+    def _ended(self, future: HostFuture) -> None:
         self._cpu.pump()
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> HostTicket:
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> HostFuture:
         self._refuse_if_closed(op)
         if os.getpid() != self._process:  # its threads did not come along
             raise DeviceError(f"{op.describe()} was submitted after a fork: open a device in the new process")
         check_after(op, after)
-        ticket = HostTicket(op, after)
-        self._keep(ticket)
+        future = HostFuture(op, after)
+        self._keep(future)
         if op.lane == CPU:
-            self._cpu.push(ticket)
+            self._cpu.push(future)
         else:
-            self._workers[op.lane].push(ticket)
-        return ticket
+            self._workers[op.lane].push(future)
+        return future
 
     def sleep_until_ns(self, when_ns: int) -> None:
         time.sleep(max(0, when_ns - time.perf_counter_ns()) / 1e9)
 
-    def _spans(self, tickets: list[HostTicket]) -> list[Span]:
+    def _spans(self, futures: list[HostFuture]) -> list[Span]:
         """Spans by start. Workers go on to the next job while the last chunks of the one before are still running, so a
         cpu.attention span begins where the one before ended: its time is what the lane gave to it alone."""
         spans = []
         cpu_free = 0
-        for t in sorted(tickets, key=lambda t: t.end_ns):
+        for t in sorted(futures, key=lambda t: t.end_ns):
             start, end = t.start_ns, t.end_ns
             if t.op.lane == CPU:
                 start = min(max(start, cpu_free), end)

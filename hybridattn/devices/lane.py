@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hybridattn.core.device import Ticket
+from hybridattn.core.device import Future
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import NativeJob, Op
 from hybridattn.devices.live import await_end, raise_error_of
@@ -21,7 +21,7 @@ class Inherited(DeviceError):
     """The error of an op behind a failed one; the message names the op that failed."""
 
 
-def inherited(failed: Ticket) -> DeviceError:
+def inherited(failed: Future) -> DeviceError:
     """What the ops behind ``failed`` end with: always the first cause, however long the chain."""
     error = failed.error
     if isinstance(error, Inherited):
@@ -31,14 +31,14 @@ def inherited(failed: Ticket) -> DeviceError:
     return made
 
 
-class HostTicket:
+class HostFuture:
     """Ended when its event is set or, once it became a native job, when that job has ended."""
 
     __slots__ = (
         "_end_ns", "_event", "_start_ns", "after", "cancelled", "failure", "job", "op", "ready_ns", "result",
     )  # fmt: skip
 
-    def __init__(self, op: Op, after: tuple[Ticket, ...]) -> None:
+    def __init__(self, op: Op, after: tuple[Future, ...]) -> None:
         self.op = op
         self.after = after
         self.job: NativeJob | None = None
@@ -86,7 +86,7 @@ class HostTicket:
         self.result = None
 
     def become(self, job: NativeJob) -> None:
-        """From now on the native job says whether this ticket ended."""
+        """From now on the native job says whether this future ended."""
         self.ready_ns = max((t.end_ns for t in self.after), default=0)
         self.after = ()
         self.job = job
@@ -102,7 +102,7 @@ class HostTicket:
         self._end_ns = now
         self.failure = error
         self.result = None if self.cancelled else result
-        self.after = ()  # or every ticket would keep all its ancestors alive
+        self.after = ()  # or every future would keep all its ancestors alive
         self._event.set()
 
 
@@ -114,28 +114,28 @@ class LaneWorker:
     """
 
     def __init__(
-        self, name: str, cpus: tuple[int, ...], prepare: Callable[[], None], on_end: Callable[[HostTicket], None]
+        self, name: str, cpus: tuple[int, ...], prepare: Callable[[], None], on_end: Callable[[HostFuture], None]
     ) -> None:
         self._cpus = cpus
         self._prepare = prepare
         self._on_end = on_end
-        self._queue: queue.SimpleQueue[HostTicket | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[HostFuture | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def push(self, ticket: HostTicket) -> None:
-        self._queue.put(ticket)
+    def push(self, future: HostFuture) -> None:
+        self._queue.put(future)
 
     def _loop(self) -> None:
         unfit = self._unfit()
-        while (ticket := self._queue.get()) is not None:
+        while (future := self._queue.get()) is not None:
             if unfit is None:
-                self._serve(ticket)
+                self._serve(future)
             else:
-                ticket.end(error=unfit)
-            self._on_end(ticket)
-            del ticket  # the queue may stay empty for long; what the op holds must not
+                future.end(error=unfit)
+            self._on_end(future)
+            del future  # the queue may stay empty for long; what the op holds must not
 
     def _unfit(self) -> DeviceError | None:
         """Prepares the thread; the reason why it cannot work, if any."""
@@ -147,26 +147,26 @@ class LaneWorker:
             return DeviceError(f"thread '{threading.current_thread().name}' could not start: {error}")
         return None
 
-    def _serve(self, ticket: HostTicket) -> None:
-        for earlier in ticket.after:
+    def _serve(self, future: HostFuture) -> None:
+        for earlier in future.after:
             while not earlier.done() and not self._closing.is_set():
                 earlier.block(_SLICE_S)  # type: ignore[attr-defined]
             if self._closing.is_set() and not earlier.done():
-                ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
+                future.end(error=DeviceError(f"{future.op.describe()} was dropped: the device is closing"))
                 return
             if earlier.error is not None:
-                ticket.end(error=inherited(earlier))
+                future.end(error=inherited(earlier))
                 return
         if self._closing.is_set():
-            ticket.end(error=DeviceError(f"{ticket.op.describe()} was dropped: the device is closing"))
+            future.end(error=DeviceError(f"{future.op.describe()} was dropped: the device is closing"))
             return
-        ticket.begin()
+        future.begin()
         try:
-            result = ticket.op.run() if ticket.op.run is not None else None
+            result = future.op.run() if future.op.run is not None else None
         except BaseException as error:  # whatever it is, it belongs to the waiters, not to this thread
-            ticket.end(error=error)
+            future.end(error=error)
         else:
-            ticket.end(result)
+            future.end(result)
 
     def stop(self) -> None:
         """Ask the thread to end; ops not yet started end with an error."""

@@ -20,15 +20,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from hybridattn.core.device import Memory, Span, Ticket, check_after
+from hybridattn.core.device import Future, Memory, Span, check_after
 from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
 from hybridattn.cost.pricing import Pricing
 from hybridattn.devices.budget import Budget
 from hybridattn.devices.late import WAKE, lateness
 from hybridattn.devices.sim_closures import Closures
+from hybridattn.devices.sim_future import RunFuture, SimFuture
 from hybridattn.devices.sim_prices import Prices
-from hybridattn.devices.sim_ticket import RunTicket, SimTicket
 
 UNLIMITED = 1 << 62
 _ANYWHERE = nullcontext()
@@ -81,7 +81,7 @@ class SimDevice:
         self.profile = price.fingerprint if isinstance(price, Pricing) else profile
         self.clock_ns = 0
         self.execute = execute
-        self._ticket = RunTicket if execute else SimTicket
+        self._future = RunFuture if execute else SimFuture
         self._prices = Prices(price)
         self._known = self._prices.known
         self._record = record
@@ -94,15 +94,15 @@ class SimDevice:
         hidden = self._late is None and not steals_ns
         self.resolves = hidden and not execute and not record  # nobody looks at single ops: layers may pass in one step
         self._free_ns = dict.fromkeys(LANES, 0)
-        self._queued_skipped: list[SimTicket] = []  # cpu.attention ops that a waited one may overtake
+        self._queued_skipped: list[SimFuture] = []  # cpu.attention ops that a waited one may overtake
         self._closures = Closures(self)
-        self._spans: list[SimTicket] = []
+        self._spans: list[SimFuture] = []
         self._budget = Budget({"gpu": UNLIMITED, "cpu": UNLIMITED} | (memory_bytes or {}))
         self._closed = False
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> SimTicket:
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> SimFuture:
         if self._closed:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
         lane = op.lane
@@ -113,7 +113,7 @@ class SimDevice:
                     check_after(op, after)
                 ready = t.end_ns
         if lane == CPU:
-            ticket = self._place_cpu(op, ready)
+            future = self._place_cpu(op, ready)
             if self._steals_ns:
                 self._stolen_ns += self._steals_ns
         else:
@@ -128,17 +128,17 @@ class SimDevice:
             if self._steals_ns:
                 price += self._take_stolen(lane)
             self._free_ns[lane] = end = start + price
-            ticket = self._ticket(self, op, ready, start, end)
+            future = self._future(self, op, ready, start, end)
         if self._watched:
-            self._submitted(ticket, after)
-        return ticket
+            self._submitted(future, after)
+        return future
 
-    def _submitted(self, ticket: SimTicket, after: tuple[Ticket, ...]) -> None:
-        """What a submission leaves behind, beside its ticket."""
+    def _submitted(self, future: SimFuture, after: tuple[Future, ...]) -> None:
+        """What a submission leaves behind, beside its future."""
         if self.execute:
-            self._closures.add(ticket, after)  # type: ignore[arg-type]
+            self._closures.add(future, after)  # type: ignore[arg-type]
         if self._record:
-            self._spans.append(ticket)
+            self._spans.append(future)
         if self.submit_ns:
             self.advance(self.clock_ns + self.submit_ns)
 
@@ -147,11 +147,11 @@ class SimDevice:
         attention: Op,
         linear: Op,
         count: int,
-        ahead: deque[Ticket],
+        ahead: deque[Future],
         run_ahead: int,
         timeout_ns: int,
         until_ns: int | None,
-    ) -> tuple[int, SimTicket | None]:
+    ) -> tuple[int, SimFuture | None]:
         """Up to ``count`` layers without any decision, as if each op had been submitted on its own.
 
         The driver's clock moves as in the executor's loop: two submissions a layer, then a wait until it is at most
@@ -160,8 +160,8 @@ class SimDevice:
 
         Returns
         -------
-        number of layers passed, and the ticket of the last linear stage (None when none passed). ``ahead`` holds the
-        tickets of the layers that the driver is ahead.
+        number of layers passed, and the future of the last linear stage (None when none passed). ``ahead`` holds the
+        futures of the layers that the driver is ahead.
         """
         free, clock, cost = self._free_ns[GPU], self.clock_ns, self.submit_ns
         attention_ns, linear_ns = self._prices.alone(attention, GPU), self._prices.alone(linear, GPU)
@@ -191,7 +191,7 @@ class SimDevice:
         if not passed:
             return 0, None
         self._free_ns[GPU], self.clock_ns = free, clock
-        made = [SimTicket(self, linear, 0, e - linear_ns, e) for e in ends]
+        made = [SimFuture(self, linear, 0, e - linear_ns, e) for e in ends]
         ahead.clear()
         ahead.extend(made)
         return passed, made[-1]
@@ -201,8 +201,8 @@ class SimDevice:
         """When gpu.compute will have done all it was given."""
         return self._free_ns[GPU]
 
-    def pass_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
-        """A whole pass on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
+    def step_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
+        """A whole step on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
         price = self._prices.alone
         took_ns = price(first, GPU) + layers * price(attention, GPU)
         took_ns += (layers - 1) * price(linear, GPU) + price(last, GPU)
@@ -230,11 +230,11 @@ class SimDevice:
         if when_ns > self.clock_ns:
             self.advance(when_ns)
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout_ns: int) -> None:
-        end = min(t.end_ns for t in tickets)
+    def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
+        end = min(t.end_ns for t in futures)
         if end > self.clock_ns + timeout_ns:
             self.advance(self.clock_ns + timeout_ns)
-            named = ", ".join(t.op.describe() for t in tickets)
+            named = ", ".join(t.op.describe() for t in futures)
             raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
         if end > self.clock_ns:
             self.wake(end)
@@ -270,13 +270,13 @@ class SimDevice:
         if when_ns > self.clock_ns:
             self.clock_ns = when_ns
 
-    def _place_cpu(self, op: Op, ready: int) -> SimTicket:
+    def _place_cpu(self, op: Op, ready: int) -> SimFuture:
         """Place an op on cpu.attention; a waited one goes before skipped ones that have not started yet.
 
         Overtaking moves the times of the overtaken ops. Nothing else knows those times yet: no GPU-lane op may name an
-        unfinished host ticket, and the driver only asks whether they have passed.
+        unfinished host future, and the driver only asks whether they have passed.
         """
-        overtaken: list[SimTicket] = []
+        overtaken: list[SimFuture] = []
         if op.priority == WAITED and self._queued_skipped:
             not_before = max(self.clock_ns, ready)
             overtaken = [t for t in self._queued_skipped if t.start_ns > not_before]
@@ -289,7 +289,7 @@ class SimDevice:
         if price is None:
             price = self._prices.at(op, CPU, start, self._free_ns)
         at = start + price
-        ticket = self._ticket(self, op, ready, start, at)
+        future = self._future(self, op, ready, start, at)
         for t in overtaken:
             length = t.end_ns - t.start_ns
             t.lane_free_ns = at
@@ -297,9 +297,9 @@ class SimDevice:
             at = t.end_ns = t.start_ns + length
         self._free_ns[CPU] = at
         if op.priority != WAITED:
-            ticket.lane_free_ns = free
+            future.lane_free_ns = free
             queued = self._queued_skipped
             while queued and queued[0].start_ns <= self.clock_ns:
                 del queued[0]
-            queued.append(ticket)
-        return ticket
+            queued.append(future)
+        return future

@@ -14,7 +14,7 @@ MOST_KNOWN = 4096  # prices kept for each lane
 class Prices:
     """Prices by a callable ``(Op) -> int``, or by a ``Pricing`` with its contention.
 
-    Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a pass
+    Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a step
     share.
 
     Attributes

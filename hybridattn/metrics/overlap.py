@@ -1,9 +1,9 @@
-"""What ran at the same time: hidden CPU attention, GPU bubbles, copies, polls, layers per iteration, stretch.
+"""What ran at the same time: hidden CPU attention, GPU bubbles, copies, polls, layers per step, stretch.
 
     gpu.compute    |####|####|      |####|          bubble: idle between the first and the last span
     cpu.attention     |##########|                  overlap: the part of it under which gpu.compute runs
 
-Everything is a pure function of spans and pass records. Definitions: ``docs/metrics.md``.
+Everything is a pure function of spans and step records. Definitions: ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hybridattn.core.device import Span
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D
-from hybridattn.core.records import PassRecord
+from hybridattn.core.records import StepRecord
 from hybridattn.core.trace import overlap_ns
 
 
@@ -49,40 +49,40 @@ def gpu_bubble_ns(spans: Sequence[Span]) -> int | None:
     return max(s.end_ns for s in gpu) - gpu[0].start_ns - busy_ns(gpu)
 
 
-def layers_per_iteration(passes: Sequence[PassRecord]) -> float | None:
-    """Mean number of layers that a cohort advances per iteration (*a*): layers advanced over cohorts in flight.
+def layers_per_iteration(steps: Sequence[StepRecord]) -> float | None:
+    """Mean number of layers that a micro-batch advances per step (*a*): layers advanced over micro-batches in flight.
 
-    Iterations are passes with GPU rows or prefill tokens; rounds of detours without them are left out. ``None`` when
-    no cohort was in flight. One-layer overlap gives ``L / (L + 1)`` (``docs/crossover.md``).
+    Steps counted are those with GPU rows or prefill tokens; rounds of detours without them are left out. ``None`` when
+    no micro-batch was in flight. One-layer overlap gives ``L / (L + 1)`` (``docs/crossover.md``).
     """
-    counted = [p for p in passes if p.gpu_rows > 0 or p.prefill_tokens > 0]
-    cohorts = sum(p.cohorts for p in counted)
-    return sum(p.layers_advanced for p in counted) / cohorts if cohorts else None
+    counted = [p for p in steps if p.gpu_rows > 0 or p.prefill_tokens > 0]
+    micro_batches = sum(p.micro_batches for p in counted)
+    return sum(p.layers_advanced for p in counted) / micro_batches if micro_batches else None
 
 
-def stretch(passes: Sequence[PassRecord], alone_ns: int | None = None) -> float | None:
-    """By which fraction (*d*) a decode pass with cohorts takes longer than one without.
+def stretch(steps: Sequence[StepRecord], alone_ns: int | None = None) -> float | None:
+    """By which fraction (*d*) a decode step with micro-batches takes longer than one without.
 
     Parameters
     ----------
-    passes : sequence of PassRecord
+    steps : sequence of StepRecord
         Passes with prefill or without GPU rows are left out.
     alone_ns : int, optional
-        Duration of a pass of the same GPU rows without cohorts. Without it, passes of this run that had no cohort and
-        the same number of GPU rows serve as the comparison.
+        Duration of a step of the same GPU rows without micro-batches. Without it, steps of this run that had no
+        micro-batch and the same number of GPU rows serve as the comparison.
 
     Returns
     -------
     float or None
-        ``sum(T with cohorts) / sum(T without) - 1``; ``None`` when there is nothing to compare.
+        ``sum(T with micro_batches) / sum(T without) - 1``; ``None`` when there is nothing to compare.
     """
     if alone_ns is not None and alone_ns <= 0:
         raise InputError(f"alone_ns must be positive, got {alone_ns}")
     alone: dict[int, list[int]] = defaultdict(list)
     mixed: dict[int, list[int]] = defaultdict(list)
-    for p in passes:
+    for p in steps:
         if p.gpu_rows > 0 and p.prefill_tokens == 0:
-            (mixed if p.cohorts else alone)[p.gpu_rows].append(p.end_ns - p.start_ns)
+            (mixed if p.micro_batches else alone)[p.gpu_rows].append(p.end_ns - p.start_ns)
     took = expected = 0.0
     for rows, durations in mixed.items():
         if alone_ns is None and not alone[rows]:
@@ -104,7 +104,7 @@ class OverlapSummary:
     h2d_bytes: int
     d2h_busy_ns: int
     h2d_busy_ns: int
-    passes: int
+    steps: int
     polls_made: int
     polls_hit: int
     polls_missed: int
@@ -128,7 +128,7 @@ class OverlapSummary:
 
 
 def summarize_overlap(
-    passes: Sequence[PassRecord], spans: Sequence[Span], alone_ns: int | None = None
+    steps: Sequence[StepRecord], spans: Sequence[Span], alone_ns: int | None = None
 ) -> OverlapSummary:
     """All of the above for one run; ``alone_ns`` as in ``stretch``."""
     lanes = {lane: lane_spans(spans, lane) for lane in (GPU, CPU, D2H, H2D)}
@@ -141,14 +141,14 @@ def summarize_overlap(
         h2d_bytes=sum(s.num_bytes for s in lanes[H2D]),
         d2h_busy_ns=busy_ns(lanes[D2H]),
         h2d_busy_ns=busy_ns(lanes[H2D]),
-        passes=len(passes),
-        polls_made=sum(p.polls_made for p in passes),
-        polls_hit=sum(p.polls_hit for p in passes),
-        polls_missed=sum(p.polls_missed for p in passes),
-        joins=sum(p.joins for p in passes),
-        skips=sum(p.skips for p in passes),
-        waits=sum(p.waits for p in passes),
-        detours=sum(p.detours for p in passes),
-        layers_per_iteration=layers_per_iteration(passes),
-        stretch=stretch(passes, alone_ns),
+        steps=len(steps),
+        polls_made=sum(p.polls_made for p in steps),
+        polls_hit=sum(p.polls_hit for p in steps),
+        polls_missed=sum(p.polls_missed for p in steps),
+        joins=sum(p.joins for p in steps),
+        skips=sum(p.skips for p in steps),
+        waits=sum(p.waits for p in steps),
+        detours=sum(p.detours for p in steps),
+        layers_per_iteration=layers_per_iteration(steps),
+        stretch=stretch(steps, alone_ns),
     )

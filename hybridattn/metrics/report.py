@@ -67,7 +67,7 @@ def run_metrics(
         Restricts latencies to requests inside it and throughput to events inside it (a warm-up left out). Overlap and
         shares always cover the whole trace given.
     alone_ns : int, optional
-        Duration of a pass without CPU rows, for the stretch (see ``overlap.stretch``).
+        Duration of a step without CPU rows, for the stretch (see ``overlap.stretch``).
     compile_ns : int, optional
         Time spent compiling kernels, reported apart; it must lie before the window or outside the run.
     """
@@ -81,9 +81,9 @@ def run_metrics(
     values["goodput_requests_per_s"] = good.requests_per_s if good else None
     values["slo_attainment_fraction"] = good.attainment if good else None
     has_spans = bool(trace.spans)
-    values |= _overlap_values(summarize_overlap(records.passes, trace.spans, alone_ns), has_spans)
+    values |= _overlap_values(summarize_overlap(records.steps, trace.spans, alone_ns), has_spans)
     values |= _share_values("", shares(trace.spans, host_stage_ns), has_spans)
-    phases = phase_shares(trace.spans, records.passes, records.requests)
+    phases = phase_shares(trace.spans, records.steps, records.requests)
     for phase in PHASES:
         values |= _share_values(f"{phase}_", phases.get(phase, shares(())), phase in phases)
     for tier in memory:
@@ -125,12 +125,12 @@ def _overlap_values(found: OverlapSummary, has_spans: bool) -> dict[str, int | f
         "overlap_fraction", "cpu_busy_ns", "gpu_busy_ns", "gpu_bubble_ns", "gpu_bubble_fraction",
         "d2h_bytes", "h2d_bytes", "d2h_busy_ns", "h2d_busy_ns",
     )  # fmt: skip
-    from_passes = (
-        "passes", "polls_made", "polls_hit", "polls_missed", "poll_hit_fraction", "joins", "skips", "waits", "detours",
+    from_steps = (
+        "steps", "polls_made", "polls_hit", "polls_missed", "poll_hit_fraction", "joins", "skips", "waits", "detours",
         "layers_per_iteration",
     )  # fmt: skip
     values = {name: getattr(found, name) if has_spans else None for name in from_spans}
-    values |= {name: getattr(found, name) for name in from_passes}
+    values |= {name: getattr(found, name) for name in from_steps}
     return values | {"stretch_fraction": found.stretch}
 
 

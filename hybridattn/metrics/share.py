@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from hybridattn.core.device import Span
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, GPU_LANES, H2D
-from hybridattn.core.records import PassRecord, RequestRecord
+from hybridattn.core.records import RequestRecord, StepRecord
 from hybridattn.metrics.overlap import busy_ns
 
 PHASES = ("prefill", "first_token", "decode")
@@ -101,15 +101,15 @@ def shares(spans: Sequence[Span], host_stage_ns: Mapping[str, int] | None = None
     )
 
 
-def pass_phases(passes: Sequence[PassRecord], requests: Iterable[RequestRecord]) -> list[tuple[int, str]]:
-    """When each phase begins: ``(start_ns, phase)`` per pass, in time order.
+def step_phases(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> list[tuple[int, str]]:
+    """When each phase begins: ``(start_ns, phase)`` per step, in time order.
 
-    A pass lasts until the next one begins. It is ``first_token`` when a request got its first token in it, else
+    A step lasts until the next one begins. It is ``first_token`` when a request got its first token in it, else
     ``prefill`` when it carried prompt tokens, else ``decode``.
     """
-    ordered = sorted(passes, key=lambda p: p.start_ns)
+    ordered = sorted(steps, key=lambda p: p.start_ns)
     starts = [p.start_ns for p in ordered]
-    # A token known exactly when the next pass begins belongs to the pass that made it.
+    # A token known exactly when the next step begins belongs to the step that made it.
     firsts = {bisect_right(starts, r.token_ns[0] - 1) - 1 for r in requests if r.token_ns}
     return [
         (p.start_ns, "first_token" if i in firsts else "prefill" if p.prefill_tokens else "decode")
@@ -118,7 +118,7 @@ def pass_phases(passes: Sequence[PassRecord], requests: Iterable[RequestRecord])
 
 
 def by_phase(spans: Iterable[Span], marks: Sequence[tuple[int, str]]) -> dict[str, list[Span]]:
-    """Spans cut at the phase marks of ``pass_phases``; bytes are divided in proportion to time.
+    """Spans cut at the phase marks of ``step_phases``; bytes are divided in proportion to time.
 
     What runs before the first mark belongs to the first phase. Without marks nothing is returned.
     """
@@ -150,8 +150,8 @@ def _cut(span: Span, left: int, right: int) -> Span:
 
 
 def phase_shares(
-    spans: Sequence[Span], passes: Sequence[PassRecord], requests: Iterable[RequestRecord]
+    spans: Sequence[Span], steps: Sequence[StepRecord], requests: Iterable[RequestRecord]
 ) -> dict[str, Shares]:
     """The calibres per phase, for the phases that occur (the driver's own stages are known for the run only)."""
-    pieces = by_phase(spans, pass_phases(passes, requests))
+    pieces = by_phase(spans, step_phases(steps, requests))
     return {phase: shares(pieces[phase]) for phase in PHASES if phase in pieces}

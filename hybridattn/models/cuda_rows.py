@@ -1,4 +1,4 @@
-"""The GPU rows of one pass on a CUDA card: Triton plans over the tier's pages and over the staging area.
+"""The GPU rows of one step on a CUDA card: Triton plans over the tier's pages and over the staging area.
 
 staging pages   | earlier tokens of the one chunked CPU-tier prompt, then its chunk | prompts that begin here ... |
                   0 ..                                                                ``Staging.long_pages`` ..

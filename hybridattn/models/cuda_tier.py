@@ -11,6 +11,7 @@ import torch
 
 import gpu_kernels
 from cpu_kernels import KVPages
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.deferred import Deferred
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU
@@ -25,7 +26,6 @@ from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow, first_maximum
-from hybridattn.runtime.config import EngineConfig
 
 
 class CudaTier:
@@ -100,7 +100,7 @@ class CudaTier:
         return graphs
 
     def _activation_bytes(self, rows: int, sampled: int) -> int:
-        """What one linear stage and the head hold at a time: not kept by us, but needed by every pass."""
+        """What one linear stage and the head hold at a time: not kept by us, but needed by every step."""
         s, size = self._shape, self._dtype.itemsize
         qkv = (s.num_q_heads + 2 * s.num_kv_heads) * s.head_dim
         row = 4 * s.hidden_size + 3 * s.intermediate_size + 2 * qkv + 2 * s.num_q_heads * s.head_dim
@@ -148,12 +148,12 @@ class CudaTier:
 
         return Deferred(finish)
 
-    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+    def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
         num_pages = -(-count // self._page_size)
         runs = runs_of(blocks[:num_pages])
         return lambda: self._up.up(layer, runs, num_pages)
 
-    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+    def offload_kv(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
         assert isinstance(rows, CudaRows)
         way = rows.descents[id(chunk)]
         scratch = self._down.scratch

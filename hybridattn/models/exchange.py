@@ -1,8 +1,8 @@
 """Slabs that CPU rows live in between layers: residuals on the GPU side, q, k, v and outputs on both sides.
 
-A cohort owns one contiguous range of slots from its launch to its end, so each of its copies is one contiguous run. The
-host side has two halves that layers take in turn: while the copy of one layer lies ready in one, the other still
-belongs to whoever reads the layer before.
+A micro-batch owns one contiguous range of slots from its launch to its end, so each of its copies is one contiguous
+run. The host side has two halves that layers take in turn: while the copy of one layer lies ready in one, the other
+still belongs to whoever reads the layer before.
 
     GPU side   residual | q k v | out              q k v --d2h--> q k v of half l % 2
     host side  2 x (q k v | out)                     out <--h2d-- out   of half l % 2
@@ -70,10 +70,10 @@ class Exchange:
         """The host side that belongs to ``layer``."""
         return self._host[layer % HALVES]
 
-    def send(self, layer: int, where: slice) -> None:
+    def send_qkv(self, layer: int, where: slice) -> None:
         """q, k, v of the slots go down."""
         self.host(layer).qkv[where].copy_(self.gpu.qkv[where], non_blocking=True)
 
-    def fetch(self, layer: int, where: slice) -> None:
+    def fetch_output(self, layer: int, where: slice) -> None:
         """The attention output of the slots goes up."""
         self.gpu.out[where].copy_(self.host(layer).out[where], non_blocking=True)

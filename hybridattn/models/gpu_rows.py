@@ -1,4 +1,4 @@
-"""The GPU rows of one pass: their tokens and positions, and what flows between the pass's ops."""
+"""The GPU rows of one step: their tokens and positions, and what flows between the step's ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridattn.kv.tables import block_table, slots
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """One prompt chunk: rows ``first .. first + count - 1`` of the pass, at positions ``start ..``."""
+    """One prompt chunk: rows ``first .. first + count - 1`` of the step, at positions ``start ..``."""
 
     first: int
     count: int
@@ -64,7 +64,7 @@ class GpuRows:
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take_kv(self, layer: int, chunk: PrefillRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """K,V of a chunk to hand down; the last chunk of the pass lets go of the layer's."""
+        """K,V of a chunk to hand down; the last chunk of the step lets go of the layer's."""
         k, v = self.kv.pop(layer) if chunk is self.last_handed_down else self.kv[layer]
         return k[chunk.rows], v[chunk.rows]
 

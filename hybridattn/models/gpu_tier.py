@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cpu_kernels import KVPages
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import Batch
@@ -22,7 +23,6 @@ from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow
-from hybridattn.runtime.config import EngineConfig
 
 TIER_CLASSES = {"host": "hybridattn.models.host_tier:HostTier", "cuda": "hybridattn.models.cuda_tier:CudaTier"}
 Tensors = Sequence[torch.Tensor]
@@ -40,7 +40,7 @@ class GpuTier(Protocol):
         ...
 
     def rows(self, batch: Batch) -> GpuRows:
-        """Plan the GPU rows of a pass."""
+        """Plan the GPU rows of a step."""
         ...
 
     def between(
@@ -63,11 +63,11 @@ class GpuTier(Protocol):
         """Token ids by ``sample``, or a ``Deferred`` of them."""
         ...
 
-    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+    def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
         """An op's closure: K,V of the first ``count`` tokens of these CPU pages go up into the staging area."""
         ...
 
-    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+    def offload_kv(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
         """An op's closure: K,V of a chunk go down into its CPU pages."""
         ...
 

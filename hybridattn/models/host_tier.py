@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from cpu_kernels import KVPages, append_kv, copy_pages, gather_kv, plan_decode
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.storage import open_pages
@@ -19,7 +20,6 @@ from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.prefill import causal_attention
 from hybridattn.models.sampling import SampleRow
-from hybridattn.runtime.config import EngineConfig
 
 
 class HostTier:
@@ -54,11 +54,11 @@ class HostTier:
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> list[int]:
         return sample(logits, rows)
 
-    def pull(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
+    def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
         pages, staging = self.cpu_pages, self._staging
         return lambda: gather_kv(pages, layer, blocks, count, staging[0, :count], staging[1, :count])
 
-    def hand_down(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
+    def offload_kv(self, layer: int, rows: GpuRows, chunk: PrefillRows) -> Callable[[], None]:
         pages = self.cpu_pages
         return lambda: append_kv(pages, layer, *rows.take_kv(layer, chunk), chunk.slot_mapping)
 

@@ -2,7 +2,7 @@
 
     parts --cat--> static out, x, positions [bucket] --graph(l, bucket)--> static result --clone--> x, q, k, v
 
-Rows past those present hold what an earlier pass left there: finite numbers that no other row reads. The result is
+Rows past those present hold what an earlier step left there: finite numbers that no other row reads. The result is
 copied out, because another linear stage (a detour) may come before it has been used up.
 """
 

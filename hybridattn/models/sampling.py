@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.stages import RequestLike
-from hybridattn.runtime.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

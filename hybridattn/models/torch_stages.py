@@ -1,8 +1,8 @@
 """The stages of a real model: ops that compute with torch and the kernels of the device's GPU tier.
 
-One CPU row through a layer: ``linear`` leaves its q, k, v in the GPU-side slab, ``send`` copies them down,
-``cpu_attention`` appends k, v to the CPU pages and attends (one native job, no interpreter), ``fetch`` copies the
-output up, and the next ``linear`` reads it together with the row's residual.
+One CPU row through a layer: ``linear`` leaves its q, k, v in the GPU-side slab, ``send_qkv`` copies them down,
+``cpu_attention`` appends k, v to the CPU pages and attends (one native job, no interpreter), ``fetch_output`` copies
+the output up, and the next ``linear`` reads it together with the row's residual.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from cpu_kernels import backends, plan_decode
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import GPU_TIER, Batch, Cohort, RequestLike, Segment
+from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 from hybridattn.kv.blocks import blocks_for
 from hybridattn.kv.tables import block_table, slots
@@ -24,13 +25,12 @@ from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.gpu_tier import open_tier
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow, sample
-from hybridattn.runtime.config import EngineConfig
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class CohortPlan:
-    """What the ops of one cohort need: fixed for a token, except that rows may die."""
+class MicroBatchPlan:
+    """What the ops of one micro-batch need: fixed for a token, except that rows may die."""
 
     __slots__ = ("attention", "positions", "sample_rows", "tokens")
 
@@ -70,7 +70,7 @@ class TorchStages:
         self.tier = open_tier(model, device, config, kv_dtype, self.sm_scale)
         self.decoder, self.exchange = self.tier.decoder, self.tier.exchange
         self._backend = backend
-        self._plans: dict[int, CohortPlan] = {}
+        self._plans: dict[int, MicroBatchPlan] = {}
         self._rows: GpuRows | None = None
         self._attention_work = self.cost.decode_attention(0, 0)
         self._sample_rows: list[SampleRow] = []
@@ -82,23 +82,23 @@ class TorchStages:
         self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
 
-    def launch(self, cohort: Cohort) -> None:
-        tokens = self.tier.place(np.array([r.request.token_ids[r.position] for r in cohort.rows], np.int64))
-        positions = self.tier.place(np.array([r.position for r in cohort.rows], np.int64))
-        sample_rows = [self._sample_row(r.request) for r in cohort.rows]
-        self._plans[cohort.number] = CohortPlan(tokens, positions, sample_rows)
-        self.replan(cohort)
+    def dispatch(self, micro_batch: MicroBatch) -> None:
+        tokens = self.tier.place(np.array([r.request.token_ids[r.position] for r in micro_batch.rows], np.int64))
+        positions = self.tier.place(np.array([r.position for r in micro_batch.rows], np.int64))
+        sample_rows = [self._sample_row(r.request) for r in micro_batch.rows]
+        self._plans[micro_batch.number] = MicroBatchPlan(tokens, positions, sample_rows)
+        self.replan(micro_batch)
 
-    def replan(self, cohort: Cohort) -> None:
-        rows, page = cohort.rows, self.config.page_size
-        alive = [i not in cohort.dead for i in range(len(rows))]
+    def replan(self, micro_batch: MicroBatch) -> None:
+        rows, page = micro_batch.rows, self.config.page_size
+        alive = [i not in micro_batch.dead for i in range(len(rows))]
         table = block_table([r.request.blocks if a else [] for r, a in zip(rows, alive, strict=True)])
         lens = np.array([r.position + 1 if a else 0 for r, a in zip(rows, alive, strict=True)], np.int32)
         mapping = np.array(
             [slots(r.request.blocks, r.position, 1, page)[0] if a else -1 for r, a in zip(rows, alive, strict=True)],
             np.int64,
         )
-        self._plans[cohort.number].attention = {
+        self._plans[micro_batch.number].attention = {
             window: plan_decode(
                 self.tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
                 window_left=-1 if window is None else window - 1, slot_mapping=mapping, backend=self._backend,
@@ -106,8 +106,8 @@ class TorchStages:
             for window in set(self.model_config.layer_windows)
         }  # fmt: skip
 
-    def finish(self, cohort: Cohort) -> None:
-        del self._plans[cohort.number]
+    def finish(self, micro_batch: MicroBatch) -> None:
+        del self._plans[micro_batch.number]
 
     # -- gpu.compute -------------------------------------------------------------------------------------------------
 
@@ -116,14 +116,14 @@ class TorchStages:
         requests = tuple(s.request.request_id for s in batch.segments)
         return Op("attention", GPU, self._attention_work, lambda: rows.attend(layer), layer=layer, requests=requests)
 
-    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+    def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         rows = self._gpu_rows() if batch is not None else None
-        parts = [(_slots(c), self._plans[c.number]) for c in cohorts]
+        parts = [(_slots(c), self._plans[c.number]) for c in micro_batches]
         requests = tuple(s.request.request_id for s in batch.segments) if batch is not None else ()
-        requests += tuple(r for c in cohorts for r in c.requests)
-        count = (batch.num_tokens if batch is not None else 0) + sum(len(c.rows) for c in cohorts)
+        requests += tuple(r for c in micro_batches for r in c.requests)
+        count = (batch.num_tokens if batch is not None else 0) + sum(len(c.rows) for c in micro_batches)
         if layer < self.num_layers - 1:
-            keep = batch is not None and bool(batch.handed_down)
+            keep = batch is not None and bool(batch.offloaded)
             work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
             return Op(
                 "linear", GPU, work, lambda: self._linear(layer, rows, parts, keep),
@@ -140,7 +140,7 @@ class TorchStages:
             requests=requests,
         )
 
-    def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]], keep: bool) -> None:
+    def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]], keep: bool) -> None:
         """post(layer) and pre(layer + 1) of all rows present in one go, then each row's results to their place."""
         positions = self._gather(rows, parts, lambda r: r.positions, lambda _, p: p.positions)
         if layer < 0:
@@ -162,9 +162,9 @@ class TorchStages:
             n = here.stop
 
     def _last(
-        self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, CohortPlan]]
+        self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, MicroBatchPlan]]
     ) -> list[int]:
-        """post, head and sampling: the last token of each sampling segment, then every row of the cohorts."""
+        """post, head and sampling: the last token of each sampling segment, then every row of the micro-batches."""
         out, before = self._before_post(rows, parts)
         x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(before))
         wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
@@ -173,7 +173,7 @@ class TorchStages:
         return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows, sample) if sample_rows else []
 
     def _before_post(
-        self, rows: GpuRows | None, parts: list[tuple[slice, CohortPlan]]
+        self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Attention outputs and residual rows of all parts."""
         out = self._gather(rows, parts, lambda r: r.out, lambda where, _: self.exchange.gpu.out[where])
@@ -182,37 +182,39 @@ class TorchStages:
     @staticmethod
     def _gather(
         rows: GpuRows | None,
-        parts: list[tuple[slice, CohortPlan]],
+        parts: list[tuple[slice, MicroBatchPlan]],
         of_rows: Callable[[GpuRows], torch.Tensor],
-        of_part: Callable[[slice, CohortPlan], torch.Tensor],
+        of_part: Callable[[slice, MicroBatchPlan], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """GPU rows first, then the cohorts in order."""
+        """GPU rows first, then the micro-batches in order."""
         found = [] if rows is None else [of_rows(rows)]
         return found + [of_part(where, plan) for where, plan in parts]
 
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
-    def send(self, cohort: Cohort) -> Op:
-        layer, where, exchange = cohort.layer, _slots(cohort), self.exchange
-        run = lambda: exchange.send(layer, where)  # noqa: E731
-        return _cohort_op("send q,k,v", D2H, self.cost.send(len(cohort.rows)), cohort, run)
+    def send_qkv(self, micro_batch: MicroBatch) -> Op:
+        layer, where, exchange = micro_batch.layer, _slots(micro_batch), self.exchange
+        run = lambda: exchange.send_qkv(layer, where)  # noqa: E731
+        return _micro_batch_op("send q,k,v", D2H, self.cost.send_qkv(len(micro_batch.rows)), micro_batch, run)
 
-    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
-        layer, where, host = cohort.layer, _slots(cohort), self.exchange.host(cohort.layer)
-        plan = self._plans[cohort.number].attention[self.model_config.layer_windows[layer]]
+    def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
+        layer, where, host = micro_batch.layer, _slots(micro_batch), self.exchange.host(micro_batch.layer)
+        plan = self._plans[micro_batch.number].attention[self.model_config.layer_windows[layer]]
         q, out = host.q[where], host.out[where]
         new = {"layer": layer, "k_new": host.k[where], "v_new": host.v[where]}
-        keys = [r.position + 1 for i, r in enumerate(cohort.rows) if i not in cohort.dead]
-        op = _cohort_op("attention", CPU, self.cost.decode_attention_of(keys), cohort, lambda: plan.run(q, out, **new))
+        kv_tokens = [r.position + 1 for i, r in enumerate(micro_batch.rows) if i not in micro_batch.dead]
+        op = _micro_batch_op(
+            "attention", CPU, self.cost.decode_attention_of(kv_tokens), micro_batch, lambda: plan.run(q, out, **new)
+        )
         if self._backend == "native":
             op.native = lambda pool: pool.submit(plan, q, out, priority=priority, **new)
         op.priority = priority
         return op
 
-    def fetch(self, cohort: Cohort) -> Op:
-        layer, where, exchange = cohort.layer, _slots(cohort), self.exchange
-        run = lambda: exchange.fetch(layer, where)  # noqa: E731
-        return _cohort_op("fetch out", H2D, self.cost.fetch(len(cohort.rows)), cohort, run)
+    def fetch_output(self, micro_batch: MicroBatch) -> Op:
+        layer, where, exchange = micro_batch.layer, _slots(micro_batch), self.exchange
+        run = lambda: exchange.fetch_output(layer, where)  # noqa: E731
+        return _micro_batch_op("fetch output", H2D, self.cost.fetch_output(len(micro_batch.rows)), micro_batch, run)
 
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
         """K,V of ``tokens`` tokens, all layers, go from ``blocks`` of tier ``source`` to the request's of the other."""
@@ -223,30 +225,30 @@ class TorchStages:
         run = self.tier.move(source, on_gpu, on_cpu)
         return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
 
-    def pull(self, layer: int, segment: Segment) -> Op:
+    def load_kv(self, layer: int, segment: Segment) -> Op:
         blocks, start = np.asarray(segment.request.blocks, np.int64), segment.start
-        run = self.tier.pull(layer, blocks, start)
-        return _segment_op("pull k,v", H2D, self.cost.hand_down(start), layer, segment, run)
+        run = self.tier.load_kv(layer, blocks, start)
+        return _segment_op("load k,v", H2D, self.cost.offload_kv(start), layer, segment, run)
 
-    def hand_down(self, layer: int, segment: Segment) -> Op:
+    def offload_kv(self, layer: int, segment: Segment) -> Op:
         rows = self._gpu_rows()
-        run = self.tier.hand_down(layer, rows, rows.chunk_of[segment.request.request_id])
-        return _segment_op("hand down k,v", D2H, self.cost.hand_down(segment.num_tokens), layer, segment, run)
+        run = self.tier.offload_kv(layer, rows, rows.chunk_of[segment.request.request_id])
+        return _segment_op("offload k,v", D2H, self.cost.offload_kv(segment.num_tokens), layer, segment, run)
 
     def _sample_row(self, request: RequestLike) -> SampleRow:
         return SampleRow.of(request, request.params.seed, self.model_config.eos_ids)
 
     def _gpu_rows(self) -> GpuRows:
-        assert self._rows is not None, "begin() comes before the ops of a pass"
+        assert self._rows is not None, "begin() comes before the ops of a step"
         return self._rows
 
 
-def _slots(cohort: Cohort) -> slice:
-    return slice(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+def _slots(micro_batch: MicroBatch) -> slice:
+    return slice(micro_batch.first_slot, micro_batch.first_slot + len(micro_batch.rows))
 
 
-def _cohort_op(name: str, lane: str, work: Work, cohort: Cohort, run: Callable[[], object]) -> Op:
-    return Op(name, lane, work, run, layer=cohort.layer, requests=cohort.requests)
+def _micro_batch_op(name: str, lane: str, work: Work, micro_batch: MicroBatch, run: Callable[[], object]) -> Op:
+    return Op(name, lane, work, run, layer=micro_batch.layer, requests=micro_batch.requests)
 
 
 def _segment_op(name: str, lane: str, work: Work, layer: int, segment: Segment, run: Callable[[], None]) -> Op:

@@ -1,9 +1,9 @@
 """The adaptive policy: plans a layout by short simulations, serves it by the four verbs, and watches what comes of it.
 
     begin:  load changed? --> predict every layout --> best that keeps the limits --> its policy decides the verbs
-            every WINDOW passes: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
+            every WINDOW steps: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
 
-Where a pass must not wait for that, a planner predicts elsewhere, and the layout in use goes on until it has answered:
+Where a step must not wait for that, a planner predicts elsewhere, and the layout in use goes on until it has answered:
 
     begin:  load changed? --> ask ... begin: an answer? no ... begin: an answer? yes --> use it
 
@@ -18,12 +18,12 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import (
-    CohortView,
-    LaunchView,
+    DispatchView,
     LayerView,
-    PassView,
+    MicroBatchView,
     Policy,
     RequestView,
+    StepView,
     TierView,
     Verb,
 )
@@ -31,10 +31,10 @@ from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
 from hybridattn.policies.load import Limits, Load, Prediction
 from hybridattn.policies.planning import Planner, Predict, Question, alone_on_cpu, choose
 
-WINDOW = 48  # passes over which the guard measures
+WINDOW = 48  # steps over which the guard measures
 SHORT = 0.95  # of the predicted rate: below it the guard steps in
-PATIENCE_PASSES = 64  # without CPU rows, while some wait, after which they run whatever the plan says
-SETTLE_PASSES = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
+MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
+SETTLE_STEPS = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
 
@@ -46,7 +46,7 @@ class Adaptive(Policy):
     costs : Costs
         Cost model; a misjudged CPU is put right by what the executor measures.
     predict : callable ``(load, layout, costs, thorough) -> Prediction``, or a Planner
-        A short simulation of a layout (``hybridattn.runtime.predict.by_simulation``), waited for; or who does that
+        A short simulation of a layout (``hybridattn.planning.predict.by_simulation``), waited for; or who does that
         elsewhere.
     gpu_limit, cpu_limit : float, optional
         Longest time per output token of GPU and CPU rows, in multiples of the GPU-only one.
@@ -54,7 +54,7 @@ class Adaptive(Policy):
         Predicted gain over GPU-only below which the CPU tier stays unused.
     guard : bool
         Compare measured with predicted throughput and fall back.
-    plan_passes : int
+    plan_steps : int
         Passes between the start of a plan and its use: what planning takes, as a stated constant.
     """
 
@@ -69,7 +69,7 @@ class Adaptive(Policy):
         cpu_limit: float | None = None,
         min_gain: float = 1.0,
         guard: bool = True,
-        plan_passes: int = 0,
+        plan_steps: int = 0,
     ) -> None:
         super().__init__()
         if costs is None or predict is None:
@@ -84,25 +84,25 @@ class Adaptive(Policy):
         self.limits = Limits(gpu_limit, cpu_limit)
         self.min_gain = min_gain
         self.guard = guard
-        self.plan_passes = plan_passes
+        self.plan_steps = plan_steps
         self.layout: Layout | None = None
         self.expected: Prediction | None = None
         self.plans = 0
         self._inner: Policy = policy_of(Layout("gpu_only"), costs)
         self._load: Load | None = None
-        self._next: tuple[int, Layout, Prediction] | None = None  # pass from which on it is used
+        self._next: tuple[int, Layout, Prediction] | None = None  # step from which on it is used
         self._discount: dict[Layout, float] = {}
-        self._mark: PassView | None = None  # where the guard's window began
+        self._mark: StepView | None = None  # where the guard's window began
         self._factor = 1.0
-        self._planned_at = -SETTLE_PASSES
-        self._idle_passes = 0
-        self._forced = -1  # number of the latest cohort that only patience launched
+        self._planned_at = -SETTLE_STEPS
+        self._idle_steps = 0
+        self._forced = -1  # number of the latest micro-batch that only patience launched
         self._prompt_tokens = 0
         self._cpu_rows = 0
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    def begin(self, view: PassView) -> None:
+    def begin(self, view: StepView) -> None:
         self._prompt_tokens += view.prefill_tokens
         self._cpu_rows = view.cpu_rows
         if self._asked:
@@ -114,7 +114,7 @@ class Adaptive(Policy):
         if rows and self._next is None and not self._asked and not self._too_early(view):
             load = self._situation(view, rows)
             learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
-            settled = view.number - self._planned_at >= SETTLE_PASSES
+            settled = view.number - self._planned_at >= SETTLE_STEPS
             if self._load is None or (settled and not load.like(self._load)):
                 self._discount.clear()
                 self._plan(load, view)
@@ -122,14 +122,14 @@ class Adaptive(Policy):
                 self._plan(load, view)
         self._inner.begin(view)
 
-    def _situation(self, view: PassView, rows: int) -> Load:
-        keys = view.gpu_keys + view.cpu_keys
-        context = max(1, keys // max(1, view.gpu_rows + view.cpu_rows))
-        known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few passes say little
+    def _situation(self, view: StepView, rows: int) -> Load:
+        kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens
+        context = max(1, kv_tokens // max(1, view.gpu_rows + view.cpu_rows))
+        known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few steps say little
         per_token = self._prompt_tokens / view.tokens if known else 0.0
         return Load(_coarse(view.gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
 
-    def _plan(self, load: Load, view: PassView) -> None:
+    def _plan(self, load: Load, view: StepView) -> None:
         self.plans += 1
         self._planned_at = view.number
         self._load = load
@@ -138,16 +138,16 @@ class Adaptive(Policy):
             self._ask(load, view)
             return
         layout, expected = self.choose(load, self.costs.corrected(round(view.cpu_factor, 2)))
-        if self.plan_passes and self.layout is not None:
-            self._next = (view.number + self.plan_passes, layout, expected)
+        if self.plan_steps and self.layout is not None:
+            self._next = (view.number + self.plan_steps, layout, expected)
         else:
             self._use(layout, expected, view)
 
-    def _too_early(self, view: PassView) -> bool:
+    def _too_early(self, view: StepView) -> bool:
         """An answer that takes a while should not be about a moment: rows of the GPU are about to decode."""
         return self.planner is not None and not view.gpu_rows and view.prefill_tokens > 0
 
-    def _ask(self, load: Load, view: PassView) -> None:
+    def _ask(self, load: Load, view: StepView) -> None:
         assert self.planner is not None
         if not load.gpu_rows:
             self._use(alone_on_cpu(load), None, view)
@@ -156,7 +156,7 @@ class Adaptive(Policy):
         self.planner.ask(Question(load, round(view.cpu_factor, 2), self.limits, self.min_gain, discount))
         self._asked = True
 
-    def _look_for_answer(self, view: PassView) -> None:
+    def _look_for_answer(self, view: StepView) -> None:
         assert self.planner is not None
         answer = self.planner.take()
         if answer is not None:
@@ -167,7 +167,7 @@ class Adaptive(Policy):
         """The layout for ``load`` by this policy's predictions and limits, and by what its guard learnt."""
         return choose(load, costs, self.predict, self.limits, self.min_gain, self._discount)
 
-    def _use(self, layout: Layout, expected: Prediction | None, view: PassView) -> None:
+    def _use(self, layout: Layout, expected: Prediction | None, view: StepView) -> None:
         self.expected = expected
         self._mark = view
         costs = self.costs.corrected(round(self._factor, 2))
@@ -175,10 +175,10 @@ class Adaptive(Policy):
             self.layout = layout
             self._inner = policy_of(layout, costs)
             self.detours_wait = self._inner.detours_wait
-            self.launch_cap = self._inner.launch_cap
-            self.quiet_until_ns = 0
+            self.dispatch_cap = self._inner.dispatch_cap
+            self.next_detour_ns = 0
 
-    def _falls_short(self, view: PassView, load: Load) -> bool:
+    def _falls_short(self, view: StepView, load: Load) -> bool:
         """The guard: measured against predicted rate of the window that ends now; True asks for a new plan.
 
         The layout counts for less then, unless the prediction was for other prompts than there are by now.
@@ -213,43 +213,45 @@ class Adaptive(Policy):
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
-        sizes = self._inner.launch(view)
-        self.launch_cap = self._inner.launch_cap
-        self._idle_passes = 0 if sizes or view.cohorts else self._idle_passes + 1
-        if not sizes and self._idle_passes >= PATIENCE_PASSES and view.idle_rows:
-            self._idle_passes = 0
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
+        sizes = self._inner.dispatch(view)
+        self.dispatch_cap = self._inner.dispatch_cap
+        self._idle_steps = 0 if sizes or view.micro_batches else self._idle_steps + 1
+        if not sizes and self._idle_steps >= MAX_WAIT_STEPS and view.idle_rows:
+            self._idle_steps = 0
             self._forced = view.next_number
             return (min(view.idle_rows, self._unnoticed(view)),)
         return sizes
 
-    def _unnoticed(self, view: LaunchView) -> int:
+    def _unnoticed(self, view: DispatchView) -> int:
         """CPU rows that hide behind the GPU's attention (all of them where the GPU has none); at least one."""
-        if not view.gpu_rows or not view.idle_keys:
+        if not view.gpu_rows or not view.idle_kv_tokens:
             return view.idle_rows
-        context = max(1, view.gpu_keys // view.gpu_rows, sum(view.idle_keys) // len(view.idle_keys))
+        context = max(1, view.gpu_kv_tokens // view.gpu_rows, sum(view.idle_kv_tokens) // len(view.idle_kv_tokens))
         return max(1, hidden_rows(self.costs, view.gpu_rows, context)[0])
 
     def priority_of(self, number: int) -> int:
         return self._inner.priority_of(number)
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
         if self.layout is None or self.layout.kind == "gpu_only":
-            if cohort.ready:
+            if micro_batch.ready:
                 return Verb.JOIN
-            return Verb.WAIT if cohort.number == self._forced else Verb.SKIP  # what is still in flight ends in peace
-        return self._inner.ask(cohort, at)
+            return (
+                Verb.WAIT if micro_batch.number == self._forced else Verb.SKIP
+            )  # what is still in flight ends in peace
+        return self._inner.ask(micro_batch, at)
 
-    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
-        return self._inner.patience_ns(cohort, at)
+    def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
+        return self._inner.max_wait_ns(micro_batch, at)
 
-    def rests(self, at: LayerView) -> bool:
-        rests = self._inner.rests(at)
-        self.quiet_until_ns = self._inner.quiet_until_ns
-        return rests
+    def no_detour(self, at: LayerView) -> bool:
+        no_detour = self._inner.no_detour(at)
+        self.next_detour_ns = self._inner.next_detour_ns
+        return no_detour
 
-    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
-        return self._inner.detour(cohorts, at)
+    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
+        return self._inner.detour(micro_batches, at)
 
 
 def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:

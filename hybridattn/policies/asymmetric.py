@@ -6,9 +6,9 @@ One layer; sub-batch 0 holds the GPU rows and the riders, sub-batch 1 the follow
     cpu.attention  |...followers, layer l|------ riders, layer l + 1 -------|-- followers, layer l + 1 ...
 
 In the executor's verbs: riders are waited for at their layer, followers take a detour at every layer. All CPU rows that
-take part get a token in every pass. The weights are read twice, so it has to pay: see ``choice``.
+take part get a token in every step. The weights are read twice, so it has to pay: see ``choice``.
 
-Prompts for the CPU tier lengthen the pass, so that more CPU work hides behind it. With ``choice='neo'`` a pass reads as
+Prompts for the CPU tier lengthen the step, so that more CPU work hides behind it. With ``choice='neo'`` a step reads as
 many as it takes to hide its CPU rows, and otherwise as few as fill the GPU (``WIDTH`` token rows), as NEO's scheduler.
 """
 
@@ -21,12 +21,12 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.op import WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, neo_iteration_ns
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, PromptView, Verb
+from hybridattn.policies.base import DispatchView, LayerView, MicroBatchView, Policy, PromptView, Verb
 from hybridattn.policies.fixed import shares
 
 CHOICES = ("neo", "eq6", "always")
 WIDTH = 128  # token rows from which on a linear stage is bound by compute: NEO's threshold
-PATIENCE_PASSES = 64  # passes without CPU rows, while some wait, after which they run whatever the choice says
+MAX_WAIT_STEPS = 64  # steps without CPU rows, while some wait, after which they run whatever the choice says
 
 
 class Split(NamedTuple):
@@ -49,9 +49,9 @@ class Asymmetric(Policy):
         When to pipeline at all: ``neo`` compares predicted requests per second with those of the GPU rows alone,
         ``eq6`` applies the closed form of APEX, ``always`` does not ask.
     max_rows : int, optional
-        CPU rows of a pass at most.
+        CPU rows of a step at most.
     moves_block : bool
-        A pass waits for the copies of requests that begin with it, as NEO's does.
+        A step waits for the copies of requests that begin with it, as NEO's does.
     """
 
     name = "asymmetric"
@@ -76,45 +76,45 @@ class Asymmetric(Policy):
         self.choice = choice
         self.max_rows = max_rows
         self.moves_block = moves_block
-        self.launch_cap = None
+        self.dispatch_cap = None
         self._followers: set[int] = set()
         self._declined = 0
-        self._pipelines: bool | None = None  # what was decided with the prompts of the coming pass
+        self._pipelines: bool | None = None  # what was decided with the prompts of the coming step
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        if cohort.number in self._followers:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        if micro_batch.number in self._followers:
             return Verb.SKIP
-        return Verb.JOIN if cohort.ready else Verb.WAIT
+        return Verb.JOIN if micro_batch.ready else Verb.WAIT
 
-    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
-        for c in cohorts:
+    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
+        for c in micro_batches:
             if c.layer == at.layer and c.number in self._followers:
                 return c.number
         return None
 
     # -- sub-batches -------------------------------------------------------------------------------------------------
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         rows = min(view.idle_rows, self.max_rows or view.idle_rows)
         if not rows:
             return ()
-        if not view.gpu_rows:  # two cohorts take turns
-            return shares(rows, rows + view.flying_rows, 2, max(0, 2 - view.cohorts))
+        if not view.gpu_rows:  # two micro-batches take turns
+            return shares(rows, rows + view.flying_rows, 2, max(0, 2 - view.micro_batches))
         if self.costs is None:
             riders, followers = rows - rows // 2, rows // 2
         else:
-            window_ns = self.costs.attention_ns(view.gpu_rows - len(view.prefill), view.gpu_keys, view.prefill)
+            window_ns = self.costs.attention_ns(view.gpu_rows - len(view.prefill), view.gpu_kv_tokens, view.prefill)
             tokens = view.gpu_rows - len(view.prefill) + sum([t for t, _ in view.prefill])
-            split = self._split(view.idle_keys[:rows], tokens, window_ns)
+            split = self._split(view.idle_kv_tokens[:rows], tokens, window_ns)
             if not self._pays(view, split, tokens, window_ns):
                 return ()
             riders, followers = split.riders, split.followers
             if not riders + followers:  # their turn has come though the CPU is too slow for a single one
                 riders = 1
-        if self.launch_cap is not None:  # a pass with prompts has room for more rows than the one before
-            self.launch_cap = max(2 * (riders + followers) + 64, self.launch_cap * 63 // 64)
+        if self.dispatch_cap is not None:  # a step with prompts has room for more rows than the one before
+            self.dispatch_cap = max(2 * (riders + followers) + 64, self.dispatch_cap * 63 // 64)
         self._followers = {n for n in self._followers if n >= view.next_number - 256}
         if followers:
             self._followers.add(view.next_number + (1 if riders else 0))
@@ -125,12 +125,12 @@ class Asymmetric(Policy):
         if self.costs is None or self.choice != "neo":
             return len(view.candidates)
         tokens = [view.gpu_rows + sum([t for t, _ in view.prefill])]
-        windows = [self.costs.attention_ns(view.gpu_rows, view.gpu_keys, view.prefill)]
+        windows = [self.costs.attention_ns(view.gpu_rows, view.gpu_kv_tokens, view.prefill)]
         for prompt in view.candidates:
             tokens.append(tokens[-1] + prompt)
             windows.append(windows[-1] + self.costs.attention_ns(0, 0, ((prompt, prompt),)))
         few = next((n for n, width in enumerate(tokens) if width >= WIDTH), len(view.candidates))
-        split = self._split(view.idle_keys, tokens[-1], windows[-1])
+        split = self._split(view.idle_kv_tokens, tokens[-1], windows[-1])
         many = len(view.candidates)
         while many > few and self._hides(split, tokens[many - 1], windows[many - 1]):
             many -= 1
@@ -138,11 +138,11 @@ class Asymmetric(Policy):
         gain = self._rate(rows + many, tokens[many], windows[many], split) / self._rate(
             rows + few, tokens[few], windows[few], Split()
         )
-        if view.idle_keys:  # else nothing is launched in this pass, and the next one is another question
+        if view.idle_kv_tokens:  # else nothing is launched in this step, and the next one is another question
             self._pipelines = gain > 1
         return many if self._pipelines else few
 
-    def _split(self, idle_keys: Sequence[int], tokens: int, window_ns: int) -> Split:
+    def _split(self, idle_kv_tokens: Sequence[int], tokens: int, window_ns: int) -> Split:
         """Each CPU row, oldest first, goes where there is more slack, until one fits nowhere.
 
         ``window_ns`` is the GPU's attention of a layer; ``tokens`` are the rows of its linear stage without CPU rows.
@@ -155,8 +155,8 @@ class Asymmetric(Policy):
         linear = costs.linear_ns
         riders = followers = 0
         rider_ns = follower_ns = float(base + copy)
-        for keys in idle_keys:
-            more = keys * per_key
+        for kv_tokens in idle_kv_tokens:
+            more = kv_tokens * per_key
             slack_0 = window_ns + linear(followers) - rider_ns - more
             slack_1 = linear(tokens + riders) - follower_ns - more
             if slack_0 < 0 and slack_1 < 0:
@@ -185,7 +185,7 @@ class Asymmetric(Policy):
         )
         return (rows + split.riders + split.followers) / layer_ns
 
-    def _pays(self, view: LaunchView, split: Split, tokens: int, window_ns: int) -> bool:
+    def _pays(self, view: DispatchView, split: Split, tokens: int, window_ns: int) -> bool:
         decided, self._pipelines = self._pipelines, None
         if split.riders + split.followers:
             if decided is None:
@@ -194,15 +194,15 @@ class Asymmetric(Policy):
                 self._declined = 0
                 return True
         self._declined += 1
-        return self._declined % PATIENCE_PASSES == 0
+        return self._declined % MAX_WAIT_STEPS == 0
 
-    def _gain(self, view: LaunchView, split: Split, tokens: int, window_ns: int) -> float:
+    def _gain(self, view: DispatchView, split: Split, tokens: int, window_ns: int) -> float:
         """Requests per second with the CPU rows over those without, as NEO's model or eq. 6 has it."""
         costs = self.costs
         assert costs is not None
         decodes = view.gpu_rows - len(view.prefill)
         if self.choice == "eq6" and decodes:
-            mean = sum(view.idle_keys) // max(1, len(view.idle_keys))
+            mean = sum(view.idle_kv_tokens) // max(1, len(view.idle_kv_tokens))
             rate = (decodes / window_ns) * costs.cpu_ns(64, 64 * mean) / 64
             return eq6_threshold(window_ns / costs.linear_ns(tokens)) / rate
         rows = view.gpu_rows

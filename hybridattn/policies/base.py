@@ -1,18 +1,20 @@
 """The policy contract: who goes to which tier, how CPU rows are grouped, and the four verbs.
 
-JOIN    the cohort's attention is ready: its rows enter the GPU's next linear stage
-SKIP    go on without it and ask again when the GPU comes by this layer in the next pass
-WAIT    wait until it is ready, at most ``patience_ns``, then JOIN; past that bound, SKIP
-DETOUR  a cohort gets the linear stage of its own layer alone, wherever the GPU stands (one that is not ready is waited
-        for, within ``patience_ns``)
+JOIN    the micro-batch's attention is ready: its rows enter the GPU's next linear stage
+SKIP    go on without it and ask again when the GPU comes by this layer in the next step
+WAIT    wait until it is ready, at most ``max_wait_ns``, then JOIN; past that bound, SKIP
+DETOUR  a micro-batch gets the linear stage of its own layer alone, wherever the GPU stands (one that is not ready is
+waited
+        for, within ``max_wait_ns``)
 
-The order in which a policy is asked, for one pass:
+The order in which a policy is asked, for one step:
 
-    prompts -> begin -> launch -> [ask, each cohort at layer 0] -> [rests, detour, until None] -> [ask, at layer 1] ...
+    prompts -> begin -> launch -> [ask, each micro-batch at layer 0] -> [rests, detour, until None] -> [ask, at layer 1]
+    ...
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
-clock, no random source. Those of a cohort and of a layer are asked for in the layer loop: the executor shows its own
-objects, current at the time of asking, which a policy reads and does not keep.
+clock, no random source. Those of a micro-batch and of a layer are asked for in the layer loop: the executor shows its
+own objects, current at the time of asking, which a policy reads and does not keep.
 """
 
 from __future__ import annotations
@@ -55,36 +57,36 @@ class TierView:
         return request.blocks_now <= self.free and request.blocks_max <= self.total
 
 
-class PassView(NamedTuple):
-    """Before a pass. Rows and keys are those of all requests that decode; ``tokens`` counts what was made so far (a CPU
+class StepView(NamedTuple):
+    """Before a step. Rows and keys are those of all requests that decode; ``tokens`` counts what was made so far (a CPU
     row that advanced one layer counts 1/L); ``cpu_factor`` is measured over priced time of CPU attention so far;
     ``waiting`` counts requests that wait for admission."""
 
     number: int
     now_ns: int
     gpu_rows: int
-    gpu_keys: int
+    gpu_kv_tokens: int
     cpu_rows: int
-    cpu_keys: int
+    cpu_kv_tokens: int
     prefill_tokens: int
     tokens: float
     cpu_factor: float
     waiting: int = 0
 
 
-class LaunchView(NamedTuple):
-    """Before a pass: CPU rows that wait for their next token, cohorts in flight, and GPU rows of the pass.
+class DispatchView(NamedTuple):
+    """Before a step: CPU rows that wait for their next token, micro-batches in flight, and GPU rows of the step.
 
-    ``idle_keys`` are the keys that each idle row attends to, oldest request first; ``gpu_keys`` those of the decode
-    rows of the pass together; ``prefill`` its prompt chunks as (tokens, keys). Cohorts launched get the numbers from
-    ``next_number`` on; ``flying`` are those in flight as (number, rows).
+    ``idle_kv_tokens`` are the keys that each idle row attends to, oldest request first; ``gpu_kv_tokens`` those of the
+    decode rows of the step together; ``prefill`` its prompt chunks as (tokens, keys). Micro-batches launched get the
+    numbers from ``next_number`` on; ``flying`` are those in flight as (number, rows).
     """
 
     idle_rows: int
-    cohorts: int
+    micro_batches: int
     gpu_rows: int
-    idle_keys: tuple[int, ...] = ()
-    gpu_keys: int = 0
+    idle_kv_tokens: tuple[int, ...] = ()
+    gpu_kv_tokens: int = 0
     prefill: tuple[tuple[int, int], ...] = ()
     next_number: int = 0
     flying: tuple[tuple[int, int], ...] = ()
@@ -95,22 +97,22 @@ class LaunchView(NamedTuple):
 
 
 class PromptView(NamedTuple):
-    """Before a pass: prompts that the CPU tier could take (``candidates``, tokens of each, in order of arrival), beside
+    """Before a step: prompts that the CPU tier could take (``candidates``, tokens of each, in order of arrival), beside
     what is settled already: decode rows of the GPU tier, chunks of other prompts as (tokens, keys), idle CPU rows."""
 
     candidates: tuple[int, ...]
     gpu_rows: int
-    gpu_keys: int
+    gpu_kv_tokens: int
     prefill: tuple[tuple[int, int], ...]
-    idle_keys: tuple[int, ...]
+    idle_kv_tokens: tuple[int, ...]
 
 
-class CohortView(Protocol):
-    """A cohort of ``size`` rows that stands at ``layer``. ``same_pass``: its attention was submitted during the current
-    pass.
+class MicroBatchView(Protocol):
+    """A micro-batch of ``size`` rows that stands at ``layer``. ``same_step``: its attention was submitted during the
+    current step.
 
-    ``keys`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back, or was (0
-    where the policy does not ask for forecasts).
+    ``kv_tokens`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back, or was
+    (0 where the policy does not ask for forecasts).
     """
 
     @property
@@ -122,9 +124,9 @@ class CohortView(Protocol):
     @property
     def ready(self) -> bool: ...
     @property
-    def same_pass(self) -> bool: ...
+    def same_step(self) -> bool: ...
     @property
-    def keys(self) -> int: ...
+    def kv_tokens(self) -> int: ...
     @property
     def return_ns(self) -> int: ...
 
@@ -133,8 +135,8 @@ class CohortView(Protocol):
 class LayerView:
     """Where the GPU is: at the start of its attention of ``layer`` (ask), or of the linear stage after it (detour).
 
-    ``gpu_keys`` are the keys of the pass's decode rows, ``tokens`` the rows of the linear stage that comes (ask) or
-    runs (detour), prompt tokens included; ``gpu_free_ns`` and ``cpu_free_ns`` are when GPU and CPU are predicted to
+    ``gpu_kv_tokens`` are the keys of the step's decode rows, ``tokens`` the rows of the linear stage that comes (ask)
+    or runs (detour), prompt tokens included; ``gpu_free_ns`` and ``cpu_free_ns`` are when GPU and CPU are predicted to
     have done all they were given (0 where the policy does not ask for forecasts).
     """
 
@@ -142,14 +144,14 @@ class LayerView:
     num_layers: int
     gpu_rows: int
     now_ns: int
-    gpu_keys: int = 0
+    gpu_kv_tokens: int = 0
     tokens: int = 0
     gpu_free_ns: int = 0
     cpu_free_ns: int = 0
 
 
 class Policy:
-    """Base: first come, GPU first, then CPU; one cohort of all idle rows; no detours.
+    """Base: first come, GPU first, then CPU; one micro-batch of all idle rows; no detours.
 
     Parameters
     ----------
@@ -159,13 +161,14 @@ class Policy:
     Attributes
     ----------
     priority : class of its ops on the cpu.attention lane
-    detours_wait : ``detour`` is asked at every layer with a cohort in flight; off, only while some cohort is ready
-    quiet_until_ns : ``detour`` is not asked before this time, nor is ``rests``
-    launch_cap : most idle rows that ``launch`` wants to see, oldest first (None: all)
+    detours_wait : ``detour`` is asked at every layer with a micro-batch in flight; off, only while some micro-batch is
+    ready
+    next_detour_ns : ``detour`` is not asked before this time, nor is ``no_detour``
+    dispatch_cap : most idle rows that ``dispatch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
         of computing it again later (None: no moves; also none where the stages cannot move K,V)
-    moves_block : a pass waits for the moves that begin with it, and the requests that moved take part in it
+    moves_block : a step waits for the moves that begin with it, and the requests that moved take part in it
     costs : cost model of the policies that have one
     forecasts : the executor fills the predicted times of the views, by ``costs``
     """
@@ -174,8 +177,8 @@ class Policy:
     tiers: tuple[str, ...] = (GPU_TIER, CPU_TIER)
     priority = SKIPPED
     detours_wait = False
-    quiet_until_ns = 0
-    launch_cap: int | None = None
+    next_detour_ns = 0
+    dispatch_cap: int | None = None
     forecasts = False
     swap_in_below: float | None = None
     moves_block = False
@@ -206,32 +209,35 @@ class Policy:
         return None
 
     def prompts(self, view: PromptView) -> int:
-        """How many of the candidates, in order, to read in the coming pass. Called only where a policy overrides it."""
+        """How many of the candidates, in order, to read in the coming step. Called only where a policy overrides it."""
         return len(view.candidates)
 
-    def begin(self, view: PassView) -> None:
-        """A pass begins: the place to plan. Called only where a policy overrides it."""
+    def begin(self, view: StepView) -> None:
+        """A step begins: the place to plan. Called only where a policy overrides it."""
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
-        """Sizes of the cohorts to launch now from the idle rows, in order; the rest stays idle."""
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
+        """Sizes of the micro-batches to launch now from the idle rows, in order; the rest stays idle."""
         return (view.idle_rows,) if view.idle_rows else ()
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        """What to do with a cohort that stands at the layer of the GPU."""
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        """What to do with a micro-batch that stands at the layer of the GPU."""
         raise NotImplementedError
 
     def priority_of(self, number: int) -> int:
-        """Class of the ops of cohort ``number`` on the cpu.attention lane."""
+        """Class of the ops of micro-batch ``number`` on the cpu.attention lane."""
         return self.priority
 
-    def rests(self, at: LayerView) -> bool:
-        """No detour is wanted now, whichever cohorts are ready. Asked before ``detour``, which looks at all of them."""
+    def no_detour(self, at: LayerView) -> bool:
+        """No detour is wanted now, whichever micro-batches are ready. Asked before ``detour``, which looks at all of
+        them."""
         return False
 
-    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
-        """Number of a cohort that gets a detour now; None: none. ``cohorts`` are all in flight, ready or not."""
+    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
+        """Number of a micro-batch that gets a detour now; None: none. ``micro_batches`` are all in flight, ready or
+        not."""
         return None
 
-    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
-        """Longest wait for ``cohort`` after WAIT or a detour of one that is not ready; None: the engine's time-out."""
+    def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
+        """Longest wait for ``micro_batch`` after WAIT or a detour of one that is not ready; None: the engine's
+        time-out."""
         return None

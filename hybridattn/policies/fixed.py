@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
-from hybridattn.policies.base import CohortView, LaunchView, LayerView, Policy, Verb
+from hybridattn.policies.base import DispatchView, LayerView, MicroBatchView, Policy, Verb
 
 
-def shares(idle: int, rows: int, cohorts: int, free: int) -> tuple[int, ...]:
-    """Sizes of at most ``free`` cohorts made of ``idle`` rows, each as large as ``rows`` split into ``cohorts``."""
-    each = max(1, -(-rows // cohorts))
+def shares(idle: int, rows: int, micro_batches: int, free: int) -> tuple[int, ...]:
+    """Sizes of at most ``free`` micro-batches made of ``idle`` rows, each as large as ``rows`` split into
+    ``micro_batches``."""
+    each = max(1, -(-rows // micro_batches))
     return tuple(min(each, idle - at) for at in range(0, idle, each))[:free]
 
 
@@ -25,7 +26,7 @@ class GpuOnly(Policy):
         When the GPU tier runs full, park the youngest request's K,V in host memory until there is room again, instead
         of computing it anew. Nothing is computed there.
     moves_block : bool
-        A pass waits for the copies that begin with it.
+        A step waits for the copies that begin with it.
     """
 
     name = "gpu_only"
@@ -34,18 +35,18 @@ class GpuOnly(Policy):
     def __init__(self, cpu_fraction: float | None = None, swap: bool = False, moves_block: bool = False) -> None:
         super().__init__(cpu_fraction)
         self.swap_in_below = 1.0 if swap else None
-        self.launch_cap = 0 if swap else None
+        self.dispatch_cap = 0 if swap else None
         self.moves_block = moves_block
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         return ()
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        raise InputError("policy 'gpu_only' was asked about a cohort of CPU rows")
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        raise InputError("policy 'gpu_only' was asked about a micro-batch of CPU rows")
 
 
 class SyncOffload(Policy):
-    """Blocking offload: the GPU waits at every layer for the CPU rows, which finish a token in one pass.
+    """Blocking offload: the GPU waits at every layer for the CPU rows, which finish a token in one step.
 
     gpu.compute   |attn|....wait....|linear|attn|....wait....|linear|
     cpu.attention |--- attention ---|      |--- attention ---|
@@ -53,7 +54,7 @@ class SyncOffload(Policy):
     Parameters
     ----------
     max_rows : int, optional
-        CPU rows of a pass at most, oldest requests first; the others wait for their turn. With as many as the CPU
+        CPU rows of a step at most, oldest requests first; the others wait for their turn. With as many as the CPU
         serves during the GPU's own attention, nothing waits.
     """
 
@@ -65,14 +66,14 @@ class SyncOffload(Policy):
         if max_rows is not None and max_rows < 1:
             raise InputError(f"max_rows must be at least 1, got {max_rows}")
         self.max_rows = max_rows
-        self.launch_cap = max_rows
+        self.dispatch_cap = max_rows
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         rows = min(view.idle_rows, self.max_rows or view.idle_rows)
         return (rows,) if rows else ()
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        return Verb.JOIN if cohort.ready else Verb.WAIT
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        return Verb.JOIN if micro_batch.ready else Verb.WAIT
 
 
 class FixedFraction(SyncOffload):
@@ -85,14 +86,14 @@ class FixedFraction(SyncOffload):
 
 
 class CpuOnly(Policy):
-    """All decode attention on the CPU (FastDecode): cohorts take turns, linear stages on the GPU.
+    """All decode attention on the CPU (FastDecode): micro-batches take turns, linear stages on the GPU.
 
     gpu.compute   |linear A|linear B|linear A|linear B|      prompts join whatever is ready
     cpu.attention |    B   |    A   |    B   |
 
     Parameters
     ----------
-    cohorts : int
+    micro-batches : int
         How many take turns.
     """
 
@@ -100,47 +101,48 @@ class CpuOnly(Policy):
     tiers = (CPU_TIER,)
     priority = WAITED
 
-    def __init__(self, cohorts: int = 2) -> None:
+    def __init__(self, micro_batches: int = 2) -> None:
         super().__init__()
-        if cohorts < 1:
-            raise InputError(f"cohorts must be at least 1, got {cohorts}")
-        self.cohorts = cohorts
+        if micro_batches < 1:
+            raise InputError(f"micro-batches must be at least 1, got {micro_batches}")
+        self.micro_batches = micro_batches
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
-        free = self.cohorts - view.cohorts
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
+        free = self.micro_batches - view.micro_batches
         if not view.idle_rows or free < 1:
             return ()
         each = -(-view.idle_rows // free)
         return tuple(min(each, view.idle_rows - at) for at in range(0, view.idle_rows, each))
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        return Verb.JOIN if cohort.ready else Verb.SKIP
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        return Verb.JOIN if micro_batch.ready else Verb.SKIP
 
-    def detour(self, cohorts: Sequence[CohortView], at: LayerView) -> int | None:
-        return next((c.number for c in cohorts if c.ready and c.layer != at.layer + 1), None)
+    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
+        return next((c.number for c in micro_batches if c.ready and c.layer != at.layer + 1), None)
 
 
 class AsyncOverlap(Policy):
-    """One layer per pass: a cohort joins when it is ready as the GPU comes by, and is skipped otherwise.
+    """One layer per step: a micro-batch joins when it is ready as the GPU comes by, and is skipped otherwise.
 
         gpu.compute   |a0|lin0|a1|lin1| ... |aL-1|linL-1|a0|lin0|a1|lin1| ...
-        cpu.attention      join ^ |---- attention of layer 1 ----|  ^ join at layer 1, one pass later
+        cpu.attention      join ^ |---- attention of layer 1 ----|  ^ join at layer 1, one step later
 
     Parameters
     ----------
-    max_cohorts : int
-        Cohorts in flight at most; rows that become idle meanwhile leave together with the next one.
-    same_pass : bool
-        Also join a cohort whose attention was submitted during this very pass, when it is ready already. Off, a cohort
-        advances one layer per pass, as in the closed form of docs/crossover.md.
+    max_micro_batches : int
+        Micro-batches in flight at most; rows that become idle meanwhile leave together with the next one.
+    same_step : bool
+        Also join a micro-batch whose attention was submitted during this very step, when it is ready already. Off, a
+        micro-batch advances one layer per step, as in the closed form of docs/crossover.md.
     equal : bool
-        Split the CPU rows into ``max_cohorts`` equal cohorts and launch one of them per pass, so that they spread over
-        the layers, instead of launching all that are idle as one.
+        Split the CPU rows into ``max_micro_batches`` equal micro-batches and launch one of them per step, so that they
+        spread over the layers, instead of launching all that are idle as one.
     max_rows : int, optional
         CPU rows in flight at most.
-    patience_us : float
-        How long the GPU waits at most, at a layer where a cohort stands that is not ready yet [us]. 0 as published; as
-        long as a small cohort takes beyond the GPU's own attention, it advances several layers per pass.
+    max_wait_us : float
+        How long the GPU waits at most, at a layer where a micro-batch stands that is not ready yet [us]. 0 as
+        published; as long as a small micro-batch takes beyond the GPU's own attention, it advances several layers per
+        step.
     """
 
     name = "async_overlap"
@@ -149,42 +151,42 @@ class AsyncOverlap(Policy):
     def __init__(
         self,
         cpu_fraction: float | None = None,
-        max_cohorts: int = 4,
-        same_pass: bool = True,
+        max_micro_batches: int = 4,
+        same_step: bool = True,
         equal: bool = False,
         max_rows: int | None = None,
-        patience_us: float = 0.0,
+        max_wait_us: float = 0.0,
     ) -> None:
         super().__init__(cpu_fraction)
-        if max_cohorts < 1:
-            raise InputError(f"max_cohorts must be at least 1, got {max_cohorts}")
+        if max_micro_batches < 1:
+            raise InputError(f"max_micro_batches must be at least 1, got {max_micro_batches}")
         if max_rows is not None and max_rows < 1:
             raise InputError(f"max_rows must be at least 1, got {max_rows}")
         self.max_rows = max_rows
-        self.max_cohorts = max_cohorts
-        self.same_pass = same_pass
+        self.max_micro_batches = max_micro_batches
+        self.same_step = same_step
         self.equal = equal
-        if not 0 <= patience_us < float("inf"):
-            raise InputError(f"patience_us must be a number of microseconds, at least 0, got {patience_us}")
-        self._patience_ns = round(patience_us * 1000)
+        if not 0 <= max_wait_us < float("inf"):
+            raise InputError(f"max_wait_us must be a number of microseconds, at least 0, got {max_wait_us}")
+        self._max_wait_ns = round(max_wait_us * 1000)
 
-    def launch(self, view: LaunchView) -> tuple[int, ...]:
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         idle = view.idle_rows
         if self.max_rows is not None:
             idle = min(idle, max(0, self.max_rows - view.flying_rows))
-        free = self.max_cohorts - view.cohorts
+        free = self.max_micro_batches - view.micro_batches
         if free < 1 or idle < 1:
             return ()
         if not self.equal:
             return (idle,)
-        return shares(idle, idle + view.flying_rows, self.max_cohorts, 1)
+        return shares(idle, idle + view.flying_rows, self.max_micro_batches, 1)
 
-    def ask(self, cohort: CohortView, at: LayerView) -> Verb:
-        if cohort.same_pass and not self.same_pass:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+        if micro_batch.same_step and not self.same_step:
             return Verb.SKIP
-        if cohort.ready:
+        if micro_batch.ready:
             return Verb.JOIN
-        return Verb.WAIT if self._patience_ns else Verb.SKIP
+        return Verb.WAIT if self._max_wait_ns else Verb.SKIP
 
-    def patience_ns(self, cohort: CohortView, at: LayerView) -> int | None:
-        return self._patience_ns
+    def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
+        return self._max_wait_ns

@@ -25,7 +25,7 @@ class Layout:
     """
 
     kind: str
-    cohorts: int = 1
+    micro_batches: int = 1
     omega: float = 0.0
     stretch: float | None = None
     waited_rows: int = 0
@@ -36,7 +36,7 @@ class Layout:
             raise InputError(f"layout kind '{self.kind}' is none of {', '.join(KINDS)}")
 
     def __str__(self) -> str:
-        parts = [f"k={self.cohorts}"] if self.kind in ("async_overlap", "rule") else []
+        parts = [f"k={self.micro_batches}"] if self.kind in ("async_overlap", "rule") else []
         parts += [f"omega={self.omega:g}"] if self.kind == "rule" else []
         parts += [f"stretch={self.stretch:g}"] if self.stretch is not None else []
         parts += [f"waited={self.waited_rows}"] if self.waited_rows else []
@@ -53,8 +53,8 @@ def policy_of(layout: Layout, costs: Costs) -> Policy:
     if layout.kind == "sync_offload":
         return SyncOffload(max_rows=layout.max_rows)
     if layout.kind == "async_overlap":
-        return AsyncOverlap(max_cohorts=layout.cohorts, equal=True, max_rows=layout.max_rows)
-    return Rule(costs, layout.cohorts, layout.omega, layout.stretch, layout.waited_rows, layout.max_rows)
+        return AsyncOverlap(max_micro_batches=layout.micro_batches, equal=True, max_rows=layout.max_rows)
+    return Rule(costs, layout.micro_batches, layout.omega, layout.stretch, layout.waited_rows, layout.max_rows)
 
 
 def hidden_rows(costs: Costs, gpu_rows: int, context: int) -> tuple[int, int]:
@@ -70,7 +70,8 @@ def hidden_rows(costs: Costs, gpu_rows: int, context: int) -> tuple[int, int]:
 
 
 def fixed_layouts(costs: Costs, gpu_rows: int, cpu_rows: int, context: int) -> list[Layout]:
-    """The fixed policies with their numbers tuned: GPU-only, NEO's pipeline, overlap by cohorts, bounded offload."""
+    """The fixed policies with their numbers tuned: GPU-only, NEO's pipeline, overlap by micro-batches, bounded
+    offload."""
     found = [Layout("gpu_only"), Layout("asymmetric")]
     found += [Layout("async_overlap", k) for k in (1, 2, 4, 8) if k <= cpu_rows]
     bounds = {n for n in (*hidden_rows(costs, gpu_rows, context), cpu_rows) if 0 < n <= cpu_rows}
@@ -85,7 +86,7 @@ def rule_layouts(
     stretches: tuple[float | None, ...] = (None,),
     omegas: tuple[float, ...] = (0.0, 0.5, 1.0),
 ) -> list[Layout]:
-    """The local rule over few cohorts, and over slow cohorts beside one that is always waited for."""
+    """The local rule over few micro-batches, and over slow micro-batches beside one that is always waited for."""
     found = [
         Layout("rule", k, omega, stretch)
         for k in (1, 2, 3, 4, 8)
@@ -101,7 +102,7 @@ def rule_layouts(
 def bounded(layouts: list[Layout], rows: int) -> list[Layout]:
     """The same layouts with at most ``rows`` CPU rows."""
     return [
-        Layout(a.kind, a.cohorts, a.omega, a.stretch, min(a.waited_rows, rows), min(a.max_rows or rows, rows))
+        Layout(a.kind, a.micro_batches, a.omega, a.stretch, min(a.waited_rows, rows), min(a.max_rows or rows, rows))
         for a in layouts
         if a.kind != "gpu_only"
     ]

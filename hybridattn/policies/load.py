@@ -34,7 +34,7 @@ class Load:
 
 
 class Prediction(Protocol):
-    """Decode rate and times per output token that a layout reaches (``hybridattn.runtime.steady.Steady``)."""
+    """Decode rate and times per output token that a layout reaches (``hybridattn.planning.steady.Steady``)."""
 
     @property
     def tokens_per_s(self) -> float: ...
@@ -62,7 +62,7 @@ class Limits:
         return self.gpu is not None or self.cpu is not None
 
     def kept_by(self, found: Prediction, alone_ns: float | None, slack: float = 0.0) -> bool:
-        """``found`` keeps the limits, given the time per token of the GPU-only pass (without one there is no limit)."""
+        """``found`` keeps the limits, given the time per token of the GPU-only step (without one there is no limit)."""
         if alone_ns is None:
             return True
         pairs = ((found.gpu_tpot_ns, self.gpu), (found.cpu_tpot_ns, self.cpu))

@@ -41,7 +41,7 @@ class Question:
 
 
 class Planner(Protocol):
-    """Answers one question at a time, elsewhere (``hybridattn.runtime.planner.Planner``). Neither method blocks."""
+    """Answers one question at a time, elsewhere (``hybridattn.planning.planner.Planner``). Neither method blocks."""
 
     def ask(self, question: Question) -> None: ...
 
@@ -113,5 +113,5 @@ def candidates(load: Load, costs: Costs, limits: Limits) -> list[Layout]:
 
 
 def alone_on_cpu(load: Load) -> Layout:
-    """Without GPU rows two cohorts take turns."""
+    """Without GPU rows two micro-batches take turns."""
     return Layout("async_overlap", min(2, load.cpu_rows))

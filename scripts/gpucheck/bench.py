@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Span
 from hybridattn.core.op import CPU
-from hybridattn.core.records import PassRecord
+from hybridattn.core.params import SamplingParams
+from hybridattn.core.records import StepRecord
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.devices.registry import open_device
+from hybridattn.engine.engine import Engine
 from hybridattn.metrics.overlap import summarize_overlap
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.base import Policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
 from scripts.gpucheck.settings import PolicyRun
 
 SECOND = 1_000_000_000
@@ -33,7 +33,7 @@ class Window:
     seconds: float
     gpu_tokens: int
     cpu_tokens: int
-    passes: tuple[PassRecord, ...]
+    steps: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
@@ -41,8 +41,8 @@ class Window:
             raise ValueError(f"a window of {self.seconds} s measures nothing")
 
     def row(self, alone_ns: int | None) -> dict[str, Any]:
-        """Rates and overlap; ``alone_ns``: a pass of the same GPU rows without cohorts."""
-        o = summarize_overlap(self.passes, self.spans, alone_ns)
+        """Rates and overlap; ``alone_ns``: a step of the same GPU rows without micro-batches."""
+        o = summarize_overlap(self.steps, self.spans, alone_ns)
         return {
             "tokens_per_s": (self.gpu_tokens + self.cpu_tokens) / self.seconds,
             "gpu_tokens_per_s": self.gpu_tokens / self.seconds,
@@ -57,9 +57,9 @@ class Window:
             "skips": o.skips,
             "waits": o.waits,
             "detours": o.detours,
-            "passes": o.passes,
+            "steps": o.steps,
             "cpu_start_after_copy_us": self.handover_us,
-            "pass_ms": self.pass_ns / 1e6 if self.pass_ns else None,
+            "step_ms": self.step_ns / 1e6 if self.step_ns else None,
             "window_s": self.seconds,
         }
 
@@ -70,9 +70,9 @@ class Window:
         return gaps[len(gaps) // 4] / 1e3 if gaps else None
 
     @property
-    def pass_ns(self) -> int | None:
-        """Median duration of passes that only decode."""
-        durations = [p.end_ns - p.start_ns for p in self.passes if p.gpu_rows and not p.prefill_tokens]
+    def step_ns(self) -> int | None:
+        """Median duration of steps that only decode."""
+        durations = [p.end_ns - p.start_ns for p in self.steps if p.gpu_rows and not p.prefill_tokens]
         return round(statistics.median(durations)) if durations else None
 
 
@@ -141,17 +141,17 @@ class Bench:
                     on_cpu = event.request.tier == CPU_TIER
                     cpu, gpu = cpu + on_cpu, gpu + (not on_cpu)
             took = time.perf_counter() - started
-            return Window(took, gpu, cpu, tuple(engine.take_records().passes), tuple(engine.drain()))
+            return Window(took, gpu, cpu, tuple(engine.take_records().steps), tuple(engine.drain()))
         finally:
             self.empty(engine)
 
     @staticmethod
     def _fill(engine: Engine) -> None:
-        """Step until everyone who is admitted has a token and the passes hold no prompt any more."""
+        """Step until everyone who is admitted has a token and the steps hold no prompt any more."""
         for _ in range(100_000):
             engine.step()
             running: Sequence[Any] = engine.scheduler.running
-            last = engine.executor.passes[-1] if engine.executor.passes else None
+            last = engine.executor.steps[-1] if engine.executor.steps else None
             if last is not None and not last.prefill_tokens and all(r.num_output for r in running):
                 return
 

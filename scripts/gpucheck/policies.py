@@ -17,7 +17,7 @@ NAMES = ("gpu_only", "sync_offload", "async_overlap")
 def make(name: str, fraction: float) -> Policy:
     if name == "gpu_only":
         return GpuOnly()
-    return SyncOffload(fraction) if name == "sync_offload" else AsyncOverlap(fraction, max_cohorts=4)
+    return SyncOffload(fraction) if name == "sync_offload" else AsyncOverlap(fraction, max_micro_batches=4)
 
 
 def run(report: Report, budget: Budget, dry_run: bool) -> int:
@@ -57,6 +57,6 @@ def measure_all(bench: Bench, report: Report, budget: Budget, repeat: int) -> bo
                 report.add("failures", {**head, "traceback": traceback.format_exc()})
                 return False  # the device may not be usable any more
             if name == "gpu_only":
-                alone_ns = window.pass_ns
+                alone_ns = window.step_ns
             report.add("rows", {**head, **window.row(alone_ns)})
     return True

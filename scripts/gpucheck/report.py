@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridattn.runtime.provenance import git_commit
+from hybridattn.core.provenance import git_commit
 
 
 class Budget:

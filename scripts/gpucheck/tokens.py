@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridattn.runtime.llm import LLM
-from hybridattn.runtime.params import SamplingParams
+from hybridattn.core.params import SamplingParams
+from hybridattn.llm import LLM
 from scripts.gpucheck.report import Budget, Report
 
 CASES = (
@@ -16,7 +16,7 @@ def run(report: Report, budget: Budget, dry_run: bool) -> int:
     device = "host" if dry_run else "cuda"
     count, tokens = (4, 4) if dry_run else (12, 24)
     vocab = 512 if dry_run else 49152
-    # odd lengths; the last is longer than a pass takes, so that it is prefilled in chunks
+    # odd lengths; the last is longer than a step takes, so that it is prefilled in chunks
     lengths = [1, 17, 54, 97, 33, 16, 5, 80, 2, 64, 31, 300][-count:]
     prompts = [[(31 * i + 17 * j * j + j) % vocab for j in range(n)] for i, n in enumerate(lengths)]
     want: list[tuple[int, ...]] | None = None

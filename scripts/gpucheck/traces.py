@@ -1,4 +1,4 @@
-"""Part g: two iterations as a Chrome trace."""
+"""Part g: two steps as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import replace
 
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.device import Span
-from hybridattn.core.records import PassRecord
+from hybridattn.core.provenance import git_commit
+from hybridattn.core.records import StepRecord
 from hybridattn.core.trace import Trace, violations
 from hybridattn.policies.fixed import AsyncOverlap
-from hybridattn.runtime.provenance import git_commit
 from scripts.gpucheck.bench import Bench, Window
 from scripts.gpucheck.report import Budget, Report
 from scripts.gpucheck.settings import policy_run
 
 
-def between(window: Window, first: PassRecord, last: PassRecord) -> list[Span]:
-    """Spans that touch the time of these passes."""
+def between(window: Window, first: StepRecord, last: StepRecord) -> list[Span]:
+    """Spans that touch the time of these steps."""
     return [s for s in window.spans if s.end_ns > first.start_ns and s.start_ns < last.end_ns]
 
 
-def lanes(window: Window, first: PassRecord, last: PassRecord) -> int:
-    """On how many lanes something happens: a cohort may be under way for several passes without a copy."""
+def lanes(window: Window, first: StepRecord, last: StepRecord) -> int:
+    """On how many lanes something happens: a micro-batch may be under way for several steps without a copy."""
     return len({s.lane for s in between(window, first, last)})
 
 
@@ -39,10 +39,10 @@ def run(report: Report, budget: Budget, dry_run: bool) -> int:
     broken = violations(list(window.spans))
     for sentence in broken[:10]:
         print(f"   {sentence}")
-    passes = [p for p in window.passes if p.gpu_rows and p.cohorts]
-    first, last = max(zip(passes, passes[1:], strict=False), key=lambda pair: lanes(window, *pair))
+    steps = [p for p in window.steps if p.gpu_rows and p.micro_batches]
+    first, last = max(zip(steps, steps[1:], strict=False), key=lambda pair: lanes(window, *pair))
     spans = between(window, first, last)
     spread_ns = getattr(device, "clock_spread_ns", 0)
     write_chrome(Trace(device.name, device.kind, device.profile, git_commit(), spans, spread_ns), report.path)
-    print(f"   {len(spans)} spans of passes {first.index} and {last.index}, clock spread {spread_ns} ns")
+    print(f"   {len(spans)} spans of steps {first.index} and {last.index}, clock spread {spread_ns} ns")
     return 1 if broken else 0

@@ -22,7 +22,7 @@ def test_the_window_is_where_both_lanes_are_busy_longest():
     assert found == (105, 155)
 
 
-def test_mixed_passes_are_preferred_to_the_tail_of_cpu_rows():
+def test_mixed_steps_are_preferred_to_the_tail_of_cpu_rows():
     spans = [Span(GPU, "attention", 10, 12), Span(GPU, "linear", 12, 20), Span(CPU, "attention", 9, 13)]
     tail = [Span(GPU, "linear", 100, 200), Span(CPU, "attention", 100, 200)]
     assert busiest_window(trace(*spans, *tail), 50) == (9, 59)

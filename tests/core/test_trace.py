@@ -99,7 +99,7 @@ def test_a_batch_keeps_decode_rows_first_and_decode_rows_single():
 
     decode = Segment(Named(), "gpu", 4, 1, True, False)
     prefill = Segment(Named(), "cpu", 0, 4, True, True)
-    assert Batch((decode, prefill)).num_tokens == 5 and Batch((decode, prefill)).handed_down == (prefill,)
+    assert Batch((decode, prefill)).num_tokens == 5 and Batch((decode, prefill)).offloaded == (prefill,)
     with pytest.raises(InputError, match="decode rows must come before"):
         Batch((prefill, decode))
     with pytest.raises(InputError, match="one token of a GPU-tier request"):

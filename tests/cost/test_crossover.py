@@ -1,4 +1,4 @@
-"""The closed forms against the published numbers, against each other, and against a count of passes."""
+"""The closed forms against the published numbers, against each other, and against a count of steps."""
 
 import csv
 import inspect
@@ -84,20 +84,20 @@ def test_overlap_gains_exactly_above_its_crossover(d, num_layers):
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 32])
-def test_a_cohort_that_joins_once_per_pass_needs_a_pass_more_than_layers(num_layers):
-    # The GPU visits layers 0..L-1 in every pass. A cohort standing at a layer joins when the GPU comes by, and its
+def test_a_micro_batch_that_joins_once_per_step_needs_a_step_more_than_layers(num_layers):
+    # The GPU visits layers 0..L-1 in every step. A micro-batch standing at a layer joins when the GPU comes by, and its
     # attention of the next layer is never back before the GPU has passed there. A new token starts at the end of a
-    # pass, so that its layer 0 can first be joined in the pass after.
-    passes, tokens, standing_at, usable_from = 0, 0, 0, 1
+    # step, so that its layer 0 can first be joined in the step after.
+    steps, tokens, standing_at, usable_from = 0, 0, 0, 1
     while tokens < 100:
         for layer in range(num_layers):
-            if standing_at == layer and passes >= usable_from:
-                standing_at, usable_from = layer + 1, passes + 1
+            if standing_at == layer and steps >= usable_from:
+                standing_at, usable_from = layer + 1, steps + 1
         if standing_at == num_layers:
-            # Sampled after the last layer; launched with the next pass, whose layer 0 is passed before it is back.
-            tokens, standing_at, usable_from = tokens + 1, 0, passes + 2
-        passes += 1
-    assert tokens * num_layers / (passes - 1) == pytest.approx(crossover.overlap_advance(num_layers), rel=0.02)
+            # Sampled after the last layer; launched with the next step, whose layer 0 is passed before it is back.
+            tokens, standing_at, usable_from = tokens + 1, 0, steps + 2
+        steps += 1
+    assert tokens * num_layers / (steps - 1) == pytest.approx(crossover.overlap_advance(num_layers), rel=0.02)
 
 
 def test_no_crossing_once_the_cpu_is_saturated():
@@ -105,11 +105,11 @@ def test_no_crossing_once_the_cpu_is_saturated():
     assert crossover.overlap_crossing_exists(cpu_rate=21, gpu_only_rate=100, d=0.25)
     assert not crossover.overlap_crossing_exists(cpu_rate=19, gpu_only_rate=100, d=0.25)
     # The same from the definitions: at the crossover a B_C row-layers cost c each within (1 + d) P.
-    num_layers, d, gpu_rows, pass_s = 32, 0.25, 10, 0.1
+    num_layers, d, gpu_rows, step_s = 32, 0.25, 10, 0.1
     cpu_rows = crossover.overlap_crossover(d, num_layers) * gpu_rows
-    rate = crossover.overlap_advance(num_layers) * cpu_rows / num_layers / ((1 + d) * pass_s)
-    assert crossover.overlap_crossing_exists(rate * 1.001, gpu_rows / pass_s, d)
-    assert not crossover.overlap_crossing_exists(rate * 0.999, gpu_rows / pass_s, d)
+    rate = crossover.overlap_advance(num_layers) * cpu_rows / num_layers / ((1 + d) * step_s)
+    assert crossover.overlap_crossing_exists(rate * 1.001, gpu_rows / step_s, d)
+    assert not crossover.overlap_crossing_exists(rate * 0.999, gpu_rows / step_s, d)
 
 
 @settings(deadline=None)

@@ -100,7 +100,7 @@ def test_predictions_become_the_closed_forms_on_an_ideal_machine():
     calm = View("calm", 1.0, 0)
     for r in (eq6_threshold(x) * 0.8, eq6_threshold(x) * 1.25):
         n_g = rows / t_a
-        cpu_op_ns = round(64 / (n_g / r) / 32)  # the CPU's time for a cohort of 64 at one layer
+        cpu_op_ns = round(64 / (n_g / r) / 32)  # the CPU's time for a micro-batch of 64 at one layer
         layout = NoCopies(cost, ideal(1_000_000, t_a // 32, cpu_op_ns), rows, 10_000, 1000)
         found = predict(layout, calm)
         assert (found["asymmetric"] > found["gpu_only"]) == (r < eq6_threshold(x))

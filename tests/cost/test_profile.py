@@ -80,8 +80,8 @@ def test_every_stage_of_a_model_has_a_price_where_it_runs():
     for lane, works in {
         GPU: on_gpu,
         CPU: (cost.decode_attention(4, 400),),
-        D2H: (cost.send(4), cost.hand_down(64)),
-        H2D: (cost.fetch(4), cost.move_request(64)),
+        D2H: (cost.send_qkv(4), cost.offload_kv(64)),
+        H2D: (cost.fetch_output(4), cost.move_request(64)),
     }.items():
         assert all(pricing.price_ns(Op("x", lane, work)) > 0 for work in works)
     with pytest.raises(InputError, match="no price for 'prefill_attention' on lane cpu.attention"):

@@ -73,9 +73,9 @@ def test_decode_attention_reads_every_key_once():
 
 
 def test_copies():
-    assert LLAMA_8B.send(3).num_bytes == 3 * (32 + 2 * 8) * 128 * 2
-    assert LLAMA_8B.fetch(3).num_bytes == 3 * 32 * 128 * 2
-    assert LLAMA_8B.hand_down(10).num_bytes == 10 * 4096
+    assert LLAMA_8B.send_qkv(3).num_bytes == 3 * (32 + 2 * 8) * 128 * 2
+    assert LLAMA_8B.fetch_output(3).num_bytes == 3 * 32 * 128 * 2
+    assert LLAMA_8B.offload_kv(10).num_bytes == 10 * 4096
     assert LLAMA_8B.move_request(10).num_bytes == 10 * 131_072
 
 
@@ -83,7 +83,7 @@ class Someone:
     request_id, token_ids, num_prompt, blocks, tier, params = "r", [], 0, [], "gpu", None
 
 
-def test_attention_of_a_pass_is_that_of_its_segments():
+def test_attention_of_a_step_is_that_of_its_segments():
     decode = Segment(Someone(), "gpu", 99, 1, True, False)
     chunk = Segment(Someone(), "cpu", 16, 16, False, True)
     work = batch_attention(LLAMA_8B, Batch((decode, decode, chunk)))
@@ -107,7 +107,7 @@ def test_ops_of_several_kernels():
         (lambda: LLAMA_8B.decode_attention(5, 4), "5 rows over 4 keys"),
         (lambda: LLAMA_8B.prefill_attention(0, 4), "0 tokens over 4 keys"),
         (lambda: LLAMA_8B.linear(-1), "rows must not be negative, got -1"),
-        (lambda: LLAMA_8B.hand_down(-2), "tokens must not be negative, got -2"),
+        (lambda: LLAMA_8B.offload_kv(-2), "tokens must not be negative, got -2"),
         (lambda: LLAMA_8B.attention(0, 0), "at least one part"),
         (lambda: ModelCost(LLAMA_8B.shape, "fp8"), "dtype 'fp8' is unknown"),
         (lambda: shape("gpt-17"), "model shape 'gpt-17' is unknown; known are smollm2-135m"),

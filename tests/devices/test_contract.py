@@ -134,16 +134,16 @@ def test_every_op_appears_once_and_in_order(device):
 def test_any_graph_keeps_the_invariants_on_sim(graph):
     for execute in (False, True):
         device = SimDevice(priced, execute=execute)
-        tickets, ran = [], []
+        futures, ran = [], []
         for i, (lane, ms, back, skipped) in enumerate(graph):
-            after = tuple(tickets[-b] for b in back if b <= len(tickets))
-            for ticket in after:
-                if ticket.op.lane == CPU and lane != CPU:
-                    ticket.wait(SECOND)
+            after = tuple(futures[-b] for b in back if b <= len(futures))
+            for future in after:
+                if future.op.lane == CPU and lane != CPU:
+                    future.wait(SECOND)
             name = str(i)
             work = Work("other", 0, ms * MS, 1)
             made = Op(name, lane, work, lambda n=name, ran=ran: ran.append(n), priority=SKIPPED if skipped else WAITED)
-            tickets.append(device.submit(made, after))
+            futures.append(device.submit(made, after))
         spans = device.drain(1000 * SECOND)
         assert violations(spans) == []
         assert len(spans) == len(graph)
@@ -163,8 +163,8 @@ def test_submitting_never_waits_for_earlier_work(device):
 
 
 def test_results_come_back(device):
-    ticket = device.submit(op("answer", GPU, run=lambda: 42))
-    assert ticket.wait(SECOND) == (42 if runs_closures(device) else None)
+    future = device.submit(op("answer", GPU, run=lambda: 42))
+    assert future.wait(SECOND) == (42 if runs_closures(device) else None)
     cancelled = device.submit(op("discarded", GPU, run=lambda: 43))
     cancelled.cancel()
     assert cancelled.wait(SECOND) is None
@@ -206,9 +206,9 @@ def test_waits_are_bounded(device):
 
 
 def test_wait_any_returns_when_the_first_is_done(device):
-    tickets = [device.submit(op("first", CPU, 5)), device.submit(op("second", CPU, 300))]
-    device.wait_any(tickets, SECOND)
-    assert tickets[0].done() and not tickets[1].done()
+    futures = [device.submit(op("first", CPU, 5)), device.submit(op("second", CPU, 300))]
+    device.wait_any(futures, SECOND)
+    assert futures[0].done() and not futures[1].done()
 
 
 @pytest.mark.parametrize("lane", [GPU, D2H, H2D])
@@ -220,7 +220,7 @@ def test_gpu_lanes_refuse_to_wait_for_unfinished_host_work(device, lane):
     device.submit(op("late", lane), (host,)).wait(SECOND)
 
 
-def test_waited_cohorts_overtake_skipped_ones(device):
+def test_waited_micro_batches_overtake_skipped_ones(device):
     gate = device.submit(op("gate", CPU, 30, priority=SKIPPED))
     others = [device.submit(op(f"skipped{i}", CPU, 2, priority=SKIPPED)) for i in range(2)]
     urgent = [device.submit(op(f"waited{i}", CPU, 2)) for i in range(2)]

@@ -59,7 +59,7 @@ class Attention:
         self.query = rng.standard_normal((2, 2, 16)).astype(np.float32)
 
     def submit(self, device):
-        """linear writes q, send copies it down, cpu.attention attends: the ticket of the last."""
+        """linear writes q, send copies it down, cpu.attention attends: the future of the last."""
         made = device.submit(op("linear", GPU, lambda: self.on_gpu.__setitem__(..., self.query)))
         sent = device.submit(op("send", D2H, lambda: self.q.__setitem__(..., self.on_gpu)), (made,))
         native = lambda pool: pool.submit(self.plan, self.q, self.out)  # noqa: E731
@@ -79,11 +79,11 @@ def test_attention_starts_after_the_copy_whoever_hands_over(opened, seed, handov
     runtime = FakeCuda(seed)
     device = opened(runtime, handover=handover)
     attention = Attention()
-    ticket = attention.submit(device)
-    ticket.wait(5 * SECOND)
+    future = attention.submit(device)
+    future.wait(5 * SECOND)
     assert attention.right()
     assert runtime.host_calls == (handover == "stream")
-    device.submit(op("fetch", H2D), (ticket,)).wait(SECOND)
+    device.submit(op("fetch", H2D), (future,)).wait(SECOND)
     spans = device.drain(SECOND)
     assert violations(spans) == [] and len(spans) == 4
 
@@ -118,8 +118,8 @@ def test_native_jobs_and_closures_keep_their_order(opened):
     closure = device.submit(op("closure", CPU, lambda: order.append(first.right())))
     second = Attention()
     later = second.submit(device)
-    for ticket in (native, closure, later):
-        ticket.wait(5 * SECOND)
+    for future in (native, closure, later):
+        future.wait(5 * SECOND)
     assert order == [True] and second.right()
     assert violations(device.drain(SECOND)) == []
 
@@ -133,9 +133,9 @@ def test_a_failed_copy_fails_the_attention_behind_it(opened):
 
     sent = device.submit(op("send", D2H, explode))
     native = lambda pool: pool.submit(attention.plan, attention.q, attention.out)  # noqa: E731
-    ticket = device.submit(op("attention", CPU, native=native), (sent,))
+    future = device.submit(op("attention", CPU, native=native), (sent,))
     with pytest.raises(DeviceError, match="'attention' on lane cpu.attention of request owner-of-attention.*no copy"):
-        ticket.wait(5 * SECOND)
+        future.wait(5 * SECOND)
 
 
 # -- buffers -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_early_reuse_is_caught(opened):
     assert any(seen != list(range(6)) for seen in unwaited)
 
 
-# -- tickets -------------------------------------------------------------------------------------------------------
+# -- futures -------------------------------------------------------------------------------------------------------
 
 
 def test_a_deferred_result_is_read_once_and_only_after_the_end(opened):
@@ -177,9 +177,9 @@ def test_a_deferred_result_is_read_once_and_only_after_the_end(opened):
         memory[0] = 41
         return Deferred(lambda: reads.append(1) or memory[0] + 1)
 
-    ticket = device.submit(op("sample", GPU, later))
+    future = device.submit(op("sample", GPU, later))
     assert reads == []
-    assert ticket.wait(SECOND) == 42 and ticket.wait(SECOND) == 42 and reads == [1]
+    assert future.wait(SECOND) == 42 and future.wait(SECOND) == 42 and reads == [1]
 
 
 def test_a_deferred_result_that_raises_is_the_ops_error(opened):
@@ -188,37 +188,37 @@ def test_a_deferred_result_that_raises_is_the_ops_error(opened):
     def fail():
         raise ArithmeticError("not finite")
 
-    ticket = device.submit(op("sample", GPU, lambda: Deferred(fail)))
+    future = device.submit(op("sample", GPU, lambda: Deferred(fail)))
     with pytest.raises(DeviceError, match="'sample' on lane gpu.compute .* failed: not finite"):
-        ticket.wait(SECOND)
-    ticket = device.submit(op("sample", GPU, lambda: Deferred(fail)))
-    ticket.cancel()
-    assert ticket.wait(SECOND) is None
+        future.wait(SECOND)
+    future = device.submit(op("sample", GPU, lambda: Deferred(fail)))
+    future.cancel()
+    assert future.wait(SECOND) is None
 
 
 def test_ended_ops_let_go_of_their_closures_and_ancestors(opened):
     device = opened(FakeCuda(2))
-    tickets = []
+    futures = []
     for i in range(200):
         lane = (GPU, D2H)[i % 2]
-        tickets.append(device.submit(op(f"op{i}", lane, lambda: None), tuple(tickets[-1:])))
-    tickets[-1].wait(SECOND)
-    assert all(t.op.run is None and t.after == () for t in tickets)
+        futures.append(device.submit(op(f"op{i}", lane, lambda: None), tuple(futures[-1:])))
+    futures[-1].wait(SECOND)
+    assert all(t.op.run is None and t.after == () for t in futures)
     spans = device.drain(SECOND)
     assert len(spans) == 200 and violations(spans) == []
     assert all(a.end_ns == b.ready_ns for a, b in zip(spans, spans[1:], strict=False))
 
 
-def test_a_fault_of_the_gpu_reaches_every_ticket_in_bounded_time(opened):
+def test_a_fault_of_the_gpu_reaches_every_future_in_bounded_time(opened):
     runtime = FakeCuda(0)
     device = opened(runtime, close_timeout_s=0.2)
     attention = Attention()
     waiting = attention.submit(device)
     other = device.submit(op("other", H2D))
     runtime.failure = RuntimeError("an illegal memory access was encountered")
-    for ticket in (other, waiting):
+    for future in (other, waiting):
         with pytest.raises(DeviceError, match="illegal memory access"):
-            ticket.wait(5 * SECOND)
+            future.wait(5 * SECOND)
     with pytest.raises(DeviceError, match="illegal memory access"):
         device.submit(op("late", GPU)).wait(SECOND)
 

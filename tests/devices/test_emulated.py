@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.trace import violations
 from hybridattn.cost.machine import machine
 from hybridattn.devices.emulated import EmulatedDevice, EmulatedStages
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.fixed import AsyncOverlap, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.request import DeclaredTokens
 
 SHAPE = ModelShape("tiny", 3, 256, 512, 8, 2, 64, 1000, 1024)
 PRICING = machine("t4", "xeon-8259cl-8c", "pcie3-x16")
@@ -46,9 +46,9 @@ def test_requests_are_served_with_real_attention_and_priced_gpu_ops(device, poli
 def test_priced_lanes_take_at_least_the_price(device, lane):
     kind = "linear" if lane == GPU else "copy"
     op = Op("one", lane, Work(kind, 0.0, 10**7, 4))
-    ticket = device.submit(op)
-    ticket.wait(10**9)
-    assert ticket.end_ns - ticket.start_ns >= PRICING.price_ns(op) > 0
+    future = device.submit(op)
+    future.wait(10**9)
+    assert future.end_ns - future.start_ns >= PRICING.price_ns(op) > 0
 
 
 def test_nothing_that_the_profile_does_not_price_runs(device):

@@ -7,14 +7,14 @@ import torch
 from scaled_model import scaled
 
 from gpu_kernels.environment import interpreted
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,9 @@ def quiet():
 @pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
 def test_tokens_equal_the_hosts(quiet, fraction, handover, graphs):
     model = scaled(device="cuda:0")
-    for policy in [GpuOnly()] if fraction is None else [SyncOffload(fraction), AsyncOverlap(fraction, max_cohorts=2)]:
+    for policy in (
+        [GpuOnly()] if fraction is None else [SyncOffload(fraction), AsyncOverlap(fraction, max_micro_batches=2)]
+    ):
         assert answers(CudaDevice(handover=handover, graphs=graphs), model, policy) == quiet
 
 
@@ -61,7 +63,7 @@ def test_many_runs_give_the_same_tokens(quiet):
     """A race would show in some of them."""
     model = scaled(device="cuda:0")
     for _ in range(20):
-        assert answers(CudaDevice(), model, AsyncOverlap(0.5, max_cohorts=2)) == quiet
+        assert answers(CudaDevice(), model, AsyncOverlap(0.5, max_micro_batches=2)) == quiet
 
 
 def test_bf16_runs_under_every_policy():

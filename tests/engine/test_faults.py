@@ -161,7 +161,7 @@ def test_closing_a_stream_early_aborts_and_frees(tiny):
         stream = llm.stream(TOKENS, SamplingParams(max_tokens=50))
         next(stream)
         stream.close()
-        for _ in range(200):  # rows in flight leave when their tickets end
+        for _ in range(200):  # rows in flight leave when their futures end
             if llm.engine.unfinished == 0:
                 break
             llm.engine.step()

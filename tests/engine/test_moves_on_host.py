@@ -13,8 +13,8 @@ from hybridattn import LLM, SamplingParams
 from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import D2H, H2D
 from hybridattn.core.trace import violations
+from hybridattn.engine.replay import Replay
 from hybridattn.models.host_tier import HostTier
-from hybridattn.runtime.replay import Replay
 from hybridattn.workload.arrivals import AllAtOnce
 from hybridattn.workload.lengths import Fixed, Uniform
 from hybridattn.workload.sessions import agent_sessions
@@ -120,7 +120,7 @@ def test_a_session_goes_on_from_what_it_said_and_its_k_v_leave_the_gpu_tier_betw
         moves = moves_of(llm.trace().spans)
         assert [s.lane for s in moves] == [D2H, H2D, D2H, H2D, D2H]
         reused = llm.engine.scheduler.contexts.reused_tokens
-        computed = sum(p.prefill_tokens for p in llm.take_records().passes)
+        computed = sum(p.prefill_tokens for p in llm.take_records().steps)
     assert reused == moves[1].rows + moves[3].rows
     assert computed == len(ids) - 3 * 6 + 2  # new tokens, and after each pause the one that had no K,V yet
 
@@ -182,10 +182,10 @@ def test_agent_sessions_of_a_workload_run_on_the_host(tiny, keep):
     options = {"gpu_kv_blocks": 24, "cpu_kv_blocks": 24, "page_size": 16, "max_num_batched_tokens": 64}
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
     with LLM(tiny, policy="gpu_only", **options) as llm:
-        passes, done = [], {}
+        steps, done = [], {}
         replay = Replay(
             llm.engine, workload, prompts=lambda i, _: new[i], params=lambda i, _: params, keep_contexts=keep,
-            on_pass=passes.append,
+            on_step=steps.append,
         )  # fmt: skip
         begin = llm.engine.add
         llm.engine.add = lambda *a, **k: done.setdefault(k["request_id"], begin(*a, **k))
@@ -207,7 +207,7 @@ def test_agent_sessions_of_a_workload_run_on_the_host(tiny, keep):
         for i, request in done.items():
             prompt = request.token_ids[: request.num_prompt]
             assert list(llm.generate([prompt], params)[0].token_ids) == request.token_ids[request.num_prompt :], i
-    computed = sum(p.prefill_tokens for p in passes)
+    computed = sum(p.prefill_tokens for p in steps)
     assert computed == sum(r.num_prompt for r in done.values()) - contexts.reused_tokens
 
 
@@ -229,7 +229,7 @@ def test_a_copy_that_fails_or_hangs_ends_in_bounded_time(tiny, monkeypatch, kind
     with LLM(tiny, policy="async_overlap", gpu_kv_blocks=40, cpu_kv_blocks=40, **options) as llm:
         hang_clock.patient_pool(llm)
         assert llm.engine.executor.moves._timeout_ns == 30 * 10**9
-        if kind == "hang":  # passes go on beside it, and their ops keep the 30 s on a busy machine
+        if kind == "hang":  # steps go on beside it, and their ops keep the 30 s on a busy machine
             llm.engine.executor.moves._timeout_ns = 3 * 10**8
         started = time.perf_counter()
         with pytest.raises(DeviceError, match=r"'move k,v' on lane gpu.d2h of request r\d") as caught:

@@ -25,12 +25,12 @@ from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import save_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.models.load import load
+from hybridattn.planning import planner as planner_module
+from hybridattn.planning.planner import Planner
+from hybridattn.planning.predict import by_simulation, open_priced
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.planning import Question
-from hybridattn.runtime import planner as planner_module
-from hybridattn.runtime.planner import Planner
-from hybridattn.runtime.predict import by_simulation, open_priced
 
 TINY = load("dummy:tiny")
 NAME = TINY.config.shape.name
@@ -123,7 +123,7 @@ def test_auto_submits_the_ops_of_gpu_only_and_starts_no_process_where_all_fits(p
                 submit(op, after),
             )[1]
             assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
-            assert sum(p.polls_made for p in llm.take_records().passes) == 0
+            assert sum(p.polls_made for p in llm.take_records().steps) == 0
             ops[policy] = seen
             if policy == "auto":
                 assert llm.planner.pid is None and llm.policy.plans == 0

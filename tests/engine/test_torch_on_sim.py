@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
 
 JOBS = [([3, 1, 4, 1, 5], 9), ([9] * 40, 6), ([2, 6], 12), ([5, 3, 5, 8, 9, 7, 9] * 3, 10)]
 CONFIG = EngineConfig(
@@ -49,5 +49,5 @@ def quiet(tiny):
 @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1, 10, 200]), which=st.integers(0, 3))
 @settings(max_examples=8, deadline=None)
 def test_token_ids_hold_for_every_schedule(tiny, quiet, seed, scale, which):
-    policy = [SyncOffload(0.5), AsyncOverlap(1.0), AsyncOverlap(0.5, max_cohorts=2), AsyncOverlap()][which]
+    policy = [SyncOffload(0.5), AsyncOverlap(1.0), AsyncOverlap(0.5, max_micro_batches=2), AsyncOverlap()][which]
     assert answers(tiny, policy, seed, scale) == quiet

@@ -94,7 +94,7 @@ ONE = ["workload.options.count=1", "workload.options.prompts.mean=1000", "settin
 ONE += ["settings.op_us=0", "settings.poll_us=0"]
 
 
-def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_pass(tmp_path):
+def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_step(tmp_path):
     """gpu_only runs no worker: 2 control threads and 32 busy processes on 4 cores run at 4/34 of their speed."""
     free = ["settings.request_us=0", "settings.token_us=0", "settings.schedule_us=0", "settings.sharing=own"]
     one = [*ONE, "workload.options.outputs.mean=20"]
@@ -106,11 +106,11 @@ def test_a_single_request_waits_for_its_tokens_and_for_the_schedule_of_each_pass
         row = found[4, sharing]
         assert row["control_speed"] == pytest.approx(1 / slower)
         assert row["tokenise_mean_ns"] == pytest.approx((50_000 + 1800 * tokens) * slower, abs=1)
-        assert row["schedule_pass_ns"] == pytest.approx(160_000 * slower, abs=1)
-        # the prompt fits one pass; the driver schedules once before it
+        assert row["schedule_step_ns"] == pytest.approx(160_000 * slower, abs=1)
+        # the prompt fits one step; the driver schedules once before it
         later = row["ttft_mean_ns"] - none["ttft_mean_ns"]
-        assert later == pytest.approx(row["tokenise_mean_ns"] + row["schedule_pass_ns"], abs=100)
-        assert row["tpot_mean_ns"] - none["tpot_mean_ns"] == pytest.approx(row["schedule_pass_ns"], abs=100)
+        assert later == pytest.approx(row["tokenise_mean_ns"] + row["schedule_step_ns"], abs=100)
+        assert row["tpot_mean_ns"] - none["tpot_mean_ns"] == pytest.approx(row["schedule_step_ns"], abs=100)
 
 
 def test_starved_it_costs_time_to_first_token_and_more_cores_give_it_back(tmp_path):
@@ -140,13 +140,13 @@ def test_closed_loops_and_other_devices_are_refused(tmp_path, capsys):
 
 
 def test_the_measured_path_is_beside_its_model(tmp_path, real_model, capsys):
-    small = ["repeats=1", "settings.neighbours=0,1", "settings.prompts=6", "settings.words=200", "settings.passes=3"]
+    small = ["repeats=1", "settings.neighbours=0,1", "settings.prompts=6", "settings.words=200", "settings.steps=3"]
     assert main(["+experiment=control_path_host", f"results_root={tmp_path}", *small]) == 0
     found = (tmp_path / "control_path_host" / "latest" / "rows.jsonl").read_text().splitlines()
     for row, busy in zip(map(json.loads, found), (0, 1), strict=True):
         assert row["kind"] == "measured" and 0 < row["measured_share"] <= 1 and row["cpu_time_stretch"] > 0
         assert row["control_speed"] == min(1, row["cores"] / (1 + busy))
         assert row["modelled_ready_mean_ns"] >= row["service_alone_ns"] * 0.999 / row["control_speed"]
-        assert row["schedule_pass_ns"] > 0 and row["driver_op_ns"] > 0
+        assert row["schedule_step_ns"] > 0 and row["driver_op_ns"] > 0
     out = capsys.readouterr().out
     assert "1 busy processes on" in out and "us a token on a core of its own" in out

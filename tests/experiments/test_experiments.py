@@ -26,7 +26,7 @@ SHRUNK = {
     "output_length": ["hardware=a10g_16c", FEW, "workload.options.outputs.mean=20,40", "settings.limit=40"],
     "cpu_cores": ["hardware=a10g_4c,a10g_64c", FEW, "settings.context=1000"],
     "control_path": ["hardware=a10g_4c,a10g_64c", "hardware.gpu=h200", "policy=gpu_only", "settings.limit=12"],
-    "control_path_host": ["repeats=1", "settings.neighbours=0,1", "settings.prompts=8", "settings.passes=4"],
+    "control_path_host": ["repeats=1", "settings.neighbours=0,1", "settings.prompts=8", "settings.steps=4"],
     "cpu_cores_host": ["repeats=1", "policy=async_overlap", "settings.neighbours=0,1", "settings.output_tokens=2"],
     "sessions": ["hardware=a10", "workload.options.mean_pause_ns=32000000000", "workload.options.count=12"],
     "sessions_host": [
@@ -160,7 +160,7 @@ def test_every_policy_file_makes_its_policy(name):
 def test_every_hardware_file_prices_a_model(name):
     with configs() as composer:
         app = app_of(composer.compose([f"hardware={name}"]))
-    assert Costs(cost_of(app), pricing_of(app)).pass_ns(1, 100) > 0
+    assert Costs(cost_of(app), pricing_of(app)).step_ns(1, 100) > 0
 
 
 @pytest.mark.parametrize("group", ["model", "workload", "device", "tracker", "paths", "debug"])

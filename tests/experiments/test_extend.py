@@ -54,8 +54,8 @@ def test_an_outside_policy_runs_on_the_simulator(mine):
 
 def test_its_options_can_be_swept(mine):
     where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=4", "policy=patient"]
-    assert run(mine, *where, "policy.options.patience_us=0,100000") == 0
-    by = {r["patience_us"]: r["cpu_tokens_per_s"] for r in rows(mine, "ratio")}
+    assert run(mine, *where, "policy.options.max_wait_us=0,100000") == 0
+    by = {r["max_wait_us"]: r["cpu_tokens_per_s"] for r in rows(mine, "ratio")}
     assert by[100000] > by[0]
 
 

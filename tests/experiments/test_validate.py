@@ -12,7 +12,7 @@ from hybridattn.cost.profile import measured_profile, save_profile
 from hybridattn.devices.fingerprint import fingerprint
 
 SHRUNK = ["repeats=1", "policy=gpu_only,sync_offload", "settings.gpu_rows=2", "settings.cpu_rows=2"]
-SHRUNK += ["settings.context=64", "settings.warmup=1", "settings.passes=2"]
+SHRUNK += ["settings.context=64", "settings.warmup=1", "settings.steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def profile(tmp_path_factory):
     with Bench(most_rows=8) as bench:
         timed = []
         for rows, context in ((1, 64), (4, 64), (1, 128), (4, 128)):
-            timed += bench.passes(rows, rows, context, 1)
+            timed += bench.steps(rows, rows, context, 1)
         samples = samples_of(timed)
         for chunk in (32, 64):
             samples += samples_of(bench.prompts(chunk, 1))

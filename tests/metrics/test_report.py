@@ -9,7 +9,7 @@ import pytest
 from hybridattn.core.device import Span
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D
-from hybridattn.core.records import PassRecord, RequestRecord, RunRecords
+from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.trace import Trace
 from hybridattn.metrics.latency import Slo
@@ -28,11 +28,11 @@ def worked_example():
         RequestRecord("c", 0, 80 * MS, 50, tuple(t * MS for t in (20, 80)), "length", "cpu", scheduled_ns=10 * MS),
         RequestRecord("x", 10 * MS, 30 * MS, 50, (), "error", error="refused"),
     ]
-    passes = [
-        PassRecord(0, 0, 20 * MS, 1, 150, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-        PassRecord(1, 20 * MS, 40 * MS, 1, 0, 1, 1, 1, 2, 1, 1, 1, 0, 0),
-        PassRecord(2, 40 * MS, 60 * MS, 1, 0, 1, 1, 1, 2, 1, 1, 1, 0, 0),
-        PassRecord(3, 60 * MS, 80 * MS, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1),
+    steps = [
+        StepRecord(0, 0, 20 * MS, 1, 150, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        StepRecord(1, 20 * MS, 40 * MS, 1, 0, 1, 1, 1, 2, 1, 1, 1, 0, 0),
+        StepRecord(2, 40 * MS, 60 * MS, 1, 0, 1, 1, 1, 2, 1, 1, 1, 0, 0),
+        StepRecord(3, 60 * MS, 80 * MS, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1),
     ]
     raw = [
         (GPU, "linear", 0, 20, 1000), (GPU, "linear", 20, 30, 500), (GPU, "attention", 32, 40, 300),
@@ -40,7 +40,7 @@ def worked_example():
         (D2H, "send", 20, 21, 8), (CPU, "cpu_attention", 25, 65, 1500), (H2D, "fetch", 65, 66, 4),
     ]  # fmt: skip
     spans = [Span(lane, name, a * MS, b * MS, num_bytes=n) for lane, name, a, b, n in raw]
-    return RunRecords(2, requests, passes), Trace("sim", "simulated", "profile-1", "abc1234", spans)
+    return RunRecords(2, requests, steps), Trace("sim", "simulated", "profile-1", "abc1234", spans)
 
 
 def test_the_worked_example_of_the_document():
@@ -61,7 +61,7 @@ def test_a_row_is_plain_named_with_units_and_has_provenance():
     assert (row["device"], row["kind"], row["profile"], row["commit"]) == ("sim", "simulated", "profile-1", "abc1234")
     assert row["memory_gpu_used_bytes"] == 90
     counts = {
-        "num_layers", "completed", "failed", "empty", "preemptions", "passes", "polls_made", "polls_hit",
+        "num_layers", "completed", "failed", "empty", "preemptions", "steps", "polls_made", "polls_hit",
         "polls_missed", "joins", "skips", "waits", "detours", "layers_per_iteration", "completed_gpu_tier",
         "completed_cpu_tier",
     }  # fmt: skip

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from hybridattn.core.device import Span
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
-from hybridattn.core.records import PassRecord, RequestRecord
-from hybridattn.metrics.share import Share, by_phase, pass_phases, phase_shares, shares, stage_of
+from hybridattn.core.records import RequestRecord, StepRecord
+from hybridattn.metrics.share import Share, by_phase, phase_shares, shares, stage_of, step_phases
 
 
 def span(lane, start, end, num_bytes=0, name="op"):
     return Span(lane, name, start, end, num_bytes=num_bytes)
 
 
-def a_pass(index, start, end, prefill=0):
-    return PassRecord(index, start, end, 4, prefill, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+def a_step(index, start, end, prefill=0):
+    return StepRecord(index, start, end, 4, prefill, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_the_three_calibres_differ_where_they_should():
@@ -46,7 +46,7 @@ def test_the_three_calibres_differ_where_they_should():
         (GPU, "sample", "sample"),
         (GPU, "attentive", "other"),
         (D2H, "attention", "copy"),
-        (H2D, "pull", "copy"),
+        (H2D, "load_kv", "copy"),
         (CPU, "anything", "attention"),
     ],
 )
@@ -62,13 +62,13 @@ def test_nothing_has_no_share_and_host_stages_are_checked():
         Share(-1, 0)
 
 
-PASSES = [a_pass(0, 0, 90, prefill=64), a_pass(1, 100, 190, prefill=64), a_pass(2, 200, 290), a_pass(3, 300, 390)]
+PASSES = [a_step(0, 0, 90, prefill=64), a_step(1, 100, 190, prefill=64), a_step(2, 200, 290), a_step(3, 300, 390)]
 
 
 def test_phases_of_a_chunked_prefill():
-    # The token is known at 200, exactly when the next pass begins: it belongs to the pass that made it.
+    # The token is known at 200, exactly when the next step begins: it belongs to the step that made it.
     requests = [RequestRecord("r", 0, 300, 128, (200, 300), "length"), RequestRecord("none", 0, 9, 4, (), "abort")]
-    marks = pass_phases(PASSES, requests)
+    marks = step_phases(PASSES, requests)
     assert marks == [(0, "prefill"), (100, "first_token"), (200, "decode"), (300, "decode")]
     spans = [span(GPU, 0, 90, 90), span(GPU, 100, 190, 90), span(CPU, 150, 250, 1000), span(GPU, 310, 320, 5)]
     found = phase_shares(spans, PASSES, requests)

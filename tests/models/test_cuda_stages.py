@@ -20,11 +20,14 @@ from scaled_model import scaled
 
 from cpu_kernels import KVPages, append_kv, gather_kv
 from hybridattn import LLM
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.op import D2H, GPU, H2D
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.kv import cpu_blocks
 from hybridattn.kv.cpu_blocks import Blocks, Run, runs_of
 from hybridattn.kv.cuda_pages import CudaPages
@@ -35,9 +38,6 @@ from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
 
 LIMITS = {"page_size": 16, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 CONFIG = EngineConfig(gpu_kv_blocks=8, cpu_kv_blocks=8, **LIMITS)
@@ -47,7 +47,7 @@ POLICIES = {
     "gpu_only": GpuOnly,
     "sync_offload": lambda: SyncOffload(0.5),
     "all_on_cpu": lambda: SyncOffload(1.0),
-    "async_overlap": lambda: AsyncOverlap(0.5, max_cohorts=2),
+    "async_overlap": lambda: AsyncOverlap(0.5, max_micro_batches=2),
     "async_all_on_cpu": lambda: AsyncOverlap(1.0),
 }
 

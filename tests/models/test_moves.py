@@ -13,19 +13,19 @@ from fake_cuda import FakeCuda
 from scaled_model import scaled
 
 from cpu_kernels import KVPages, append_kv, gather_kv
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import HybridAttnError
 from hybridattn.core.op import D2H, H2D
+from hybridattn.core.params import SamplingParams
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.kv import cpu_blocks
 from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
 
 TOKENS = (1, 17, 31, 32, 33, 97)
 BLOCKS, PAGE = 12, 32

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
-from hybridattn.runtime.params import MAX_SEED, NoEffectWarning, SamplingParams
+from hybridattn.core.params import MAX_SEED, NoEffectWarning, SamplingParams
 
 BAD = [
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),

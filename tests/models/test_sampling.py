@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import SamplingParams
 from hybridattn.models.sampling import RowFault, SampleRow, argmax, first_maximum, sample, sample_each, uniform
-from hybridattn.runtime.params import SamplingParams
 
 V = 50
 

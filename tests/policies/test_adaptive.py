@@ -14,8 +14,8 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.adaptive import PATIENCE_PASSES, SETTLE_PASSES, WINDOW, Adaptive, Auto
-from hybridattn.policies.base import LaunchView, LayerView, PassView, RequestView, TierView, Verb
+from hybridattn.policies.adaptive import MAX_WAIT_STEPS, SETTLE_STEPS, WINDOW, Adaptive, Auto
+from hybridattn.policies.base import DispatchView, LayerView, RequestView, StepView, TierView, Verb
 from hybridattn.policies.layouts import Layout, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.rule import Rule
@@ -32,7 +32,7 @@ class Guess:
 
 
 def passing(number=0, now_ns=0, tokens=0.0, gpu_rows=24, cpu_rows=96, cpu_factor=1.0, waiting=0):
-    return PassView(
+    return StepView(
         number, now_ns, gpu_rows, gpu_rows * 1000, cpu_rows, cpu_rows * 1000, 0, tokens, cpu_factor, waiting
     )
 
@@ -52,7 +52,7 @@ def planner(scores, default=100.0, **options):
 
 
 def ready(number=0, rows=40, layer=9, is_ready=True, return_ns=0):
-    return Seen(number, rows, layer, is_ready, keys=rows * 1000, return_ns=return_ns)
+    return Seen(number, rows, layer, is_ready, kv_tokens=rows * 1000, return_ns=return_ns)
 
 
 def at(layer=3, gpu_free_us=1000, cpu_free_us=0):
@@ -74,29 +74,33 @@ def test_what_is_ready_joins_and_what_returns_under_the_gpus_attention_is_waited
 
 
 def test_a_wait_needs_a_starving_cpu_a_short_remainder_and_a_budget():
-    cohort = ready(layer=3, is_ready=False, return_ns=1100 * US)
-    assert rule().ask(cohort, at(cpu_free_us=1100)) is Verb.WAIT
-    assert rule().ask(cohort, at(cpu_free_us=9000)) is Verb.SKIP  # the CPU has more to do behind it
-    assert rule(stretch=1e-6).ask(cohort, at(cpu_free_us=1100)) is Verb.SKIP  # no budget
-    assert rule().ask(cohort._replace(size=1, keys=1000), at(cpu_free_us=1100)) is Verb.SKIP  # one row is not worth it
+    micro_batch = ready(layer=3, is_ready=False, return_ns=1100 * US)
+    assert rule().ask(micro_batch, at(cpu_free_us=1100)) is Verb.WAIT
+    assert rule().ask(micro_batch, at(cpu_free_us=9000)) is Verb.SKIP  # the CPU has more to do behind it
+    assert rule(stretch=1e-6).ask(micro_batch, at(cpu_free_us=1100)) is Verb.SKIP  # no budget
+    assert (
+        rule().ask(micro_batch._replace(size=1, kv_tokens=1000), at(cpu_free_us=1100)) is Verb.SKIP
+    )  # one row is not worth it
 
 
 def test_waits_are_bounded_by_the_prediction():
-    cohort = ready(layer=3, is_ready=False, return_ns=1100 * US)
+    micro_batch = ready(layer=3, is_ready=False, return_ns=1100 * US)
     where = at(gpu_free_us=1000)
-    patience = rule().patience_ns(cohort, where)
+    patience = rule().max_wait_ns(micro_batch, where)
     assert 1100 * US - where.now_ns < patience < 2 * (1100 * US - where.now_ns)
 
 
-def test_a_large_cohort_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():
+def test_a_large_micro_batch_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():
     assert rule(omega=0.5).detour((ready(rows=40),), at()) == 0
     assert rule(omega=0.5).detour((ready(rows=2),), at()) is None
-    assert not rule(omega=0.5).rests(at()) and rule(omega=0.5).rests(at(cpu_free_us=100_000))  # it has enough to do
+    assert not rule(omega=0.5).no_detour(at()) and rule(omega=0.5).no_detour(
+        at(cpu_free_us=100_000)
+    )  # it has enough to do
     assert rule(omega=0.5).detour((ready(rows=40, layer=4),), at()) is None  # the GPU comes by there next
     assert rule(omega=0.5, stretch=1e-6).detour((ready(rows=40),), at()) is None
 
 
-def test_small_cohorts_that_stand_together_share_a_detour_that_each_alone_is_not_worth():
+def test_small_micro_batches_that_stand_together_share_a_detour_that_each_alone_is_not_worth():
     few = [ready(number, rows=8) for number in range(4)]
     assert rule(omega=0.5).detour((few[0],), at()) is None
     assert rule(omega=0.5).detour(tuple(few), at()) == 0
@@ -106,25 +110,25 @@ def test_small_cohorts_that_stand_together_share_a_detour_that_each_alone_is_not
     assert rule(omega=0.5).detour(late, at()) is None
 
 
-def test_the_budget_of_a_pass_is_its_stretch():
+def test_the_budget_of_a_step_is_its_stretch():
     policy = rule(omega=1.0, stretch=0.1)
     spent = 0
     while (number := policy.detour((ready(rows=40),), at())) is not None:
         assert number == 0
         spent += COSTS.linear_ns(40)
-    assert 0 < spent <= 0.1 * COSTS.pass_ns(24, 24_000)
+    assert 0 < spent <= 0.1 * COSTS.step_ns(24, 24_000)
 
 
 @given(
-    idle=st.integers(0, 60), flying=st.lists(st.integers(1, 30), max_size=4), cohorts=st.integers(1, 8),
+    idle=st.integers(0, 60), flying=st.lists(st.integers(1, 30), max_size=4), micro_batches=st.integers(1, 8),
     waited=st.integers(0, 10), most=st.one_of(st.none(), st.integers(1, 40)),
 )  # fmt: skip
 @settings(max_examples=100, deadline=None)
-def test_launches_stay_within_what_is_idle_and_allowed(idle, flying, cohorts, waited, most):
+def test_launches_stay_within_what_is_idle_and_allowed(idle, flying, micro_batches, waited, most):
     total = idle + sum(flying)
-    policy = Rule(COSTS, cohorts, waited_rows=waited, max_rows=most)
+    policy = Rule(COSTS, micro_batches, waited_rows=waited, max_rows=most)
     policy.begin(passing(cpu_rows=total))
-    sizes = policy.launch(LaunchView(idle, len(flying), 24, flying=tuple(enumerate(flying)), next_number=9))
+    sizes = policy.dispatch(DispatchView(idle, len(flying), 24, flying=tuple(enumerate(flying)), next_number=9))
     assert all(n > 0 for n in sizes) and sum(sizes) <= idle
     assert sum(sizes) + sum(flying) <= max(sum(flying), most or total)
     if idle and not flying:
@@ -143,7 +147,7 @@ def test_the_best_prediction_wins_and_plans_are_kept_while_the_load_is_alike():
     assert len(asked) == count
     policy.begin(passing(2, cpu_rows=200))
     assert policy.plans == 1  # not so soon
-    policy.begin(passing(SETTLE_PASSES, cpu_rows=200))
+    policy.begin(passing(SETTLE_STEPS, cpu_rows=200))
     assert policy.plans == 2
 
 
@@ -198,12 +202,12 @@ def test_a_cpu_that_turns_out_slower_is_planned_for_anew():
     policy.begin(passing())
     policy.begin(passing(1, cpu_factor=1.2))
     assert policy.plans == 1  # not while it is still learning
-    policy.begin(passing(SETTLE_PASSES, cpu_factor=1.3))
+    policy.begin(passing(SETTLE_STEPS, cpu_factor=1.3))
     assert policy.plans == 2 and policy._inner.costs.cpu_ns(8, 8000) > COSTS.cpu_ns(8, 8000)
 
 
 def test_a_plan_may_take_its_time():
-    policy, _ = planner({"rule": Guess(150.0)}, plan_passes=5)
+    policy, _ = planner({"rule": Guess(150.0)}, plan_steps=5)
     policy.begin(passing())
     policy.begin(passing(8, cpu_rows=200))
     first = policy.expected
@@ -235,19 +239,19 @@ def test_the_cpu_tier_is_used_only_where_it_is_predicted_to_pay():
 def test_rows_on_the_cpu_tier_do_not_starve_under_a_gpu_only_plan():
     policy, _ = planner({"gpu_only": Guess(200.0)})
     policy.begin(passing())
-    launched = [policy.launch(LaunchView(4, 0, 24)) for _ in range(2 * PATIENCE_PASSES)]
-    assert [s for s in launched if s] == [(4,), (4,)]
-    assert policy.ask(ready(is_ready=False), at()) is Verb.WAIT  # through in one pass
+    dispatched = [policy.dispatch(DispatchView(4, 0, 24)) for _ in range(2 * MAX_WAIT_STEPS)]
+    assert [s for s in dispatched if s] == [(4,), (4,)]
+    assert policy.ask(ready(is_ready=False), at()) is Verb.WAIT  # through in one step
     assert policy.ask(ready(7, is_ready=False), at()) is Verb.SKIP  # in flight from an earlier plan
     assert policy.ask(ready(7), at()) is Verb.JOIN
 
 
-def test_patience_launches_no_more_rows_than_hide_behind_the_gpus_attention():
+def test_max_wait_launches_no_more_rows_than_hide_behind_the_gpus_attention():
     policy, _ = planner({"gpu_only": Guess(200.0)})
     policy.begin(passing(cpu_rows=400))
-    view = LaunchView(400, 0, 24, (1000,) * 400, 24_000)
-    (launched,) = [s for s in (policy.launch(view) for _ in range(PATIENCE_PASSES)) if s]
-    assert launched == (hidden_rows(COSTS, 24, 1000)[0],) and 0 < launched[0] < 400
+    view = DispatchView(400, 0, 24, (1000,) * 400, 24_000)
+    (dispatched,) = [s for s in (policy.dispatch(view) for _ in range(MAX_WAIT_STEPS)) if s]
+    assert dispatched == (hidden_rows(COSTS, 24, 1000)[0],) and 0 < dispatched[0] < 400
 
 
 def test_auto_wants_two_per_cent():

@@ -13,7 +13,7 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.base import LaunchView, LayerView, Policy, RequestView, TierView, Verb
+from hybridattn.policies.base import DispatchView, LayerView, Policy, RequestView, TierView, Verb
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 from hybridattn.policies.registry import POLICIES, make_policy
 
@@ -22,8 +22,8 @@ GIVEN = {"costs": COSTS, "predict": lambda load, layout, costs, thorough: None}
 AT = LayerView(layer=3, num_layers=8, gpu_rows=4, now_ns=0)
 
 
-def cohort(ready, same_pass=False):
-    return Seen(number=0, size=2, layer=3, ready=ready, same_pass=same_pass)
+def micro_batch(ready, same_step=False):
+    return Seen(number=0, size=2, layer=3, ready=ready, same_step=same_step)
 
 
 def tiers(gpu, cpu):
@@ -35,7 +35,7 @@ def test_gpu_only_never_places_on_the_cpu():
     assert GpuOnly().place(need, tiers(3, 10)) == "gpu"
     assert GpuOnly().place(need, tiers(2, 10)) is None
     with pytest.raises(InputError, match="gpu_only"):
-        GpuOnly().ask(cohort(True), AT)
+        GpuOnly().ask(micro_batch(True), AT)
 
 
 @pytest.mark.parametrize("policy", [SyncOffload(), AsyncOverlap()])
@@ -48,56 +48,56 @@ def test_offload_policies_spill_to_the_cpu_tier(policy):
 
 
 def test_sync_offload_waits_and_async_overlap_skips():
-    assert SyncOffload().ask(cohort(False), AT) is Verb.WAIT
-    assert SyncOffload().ask(cohort(True), AT) is Verb.JOIN
-    assert AsyncOverlap().ask(cohort(False), AT) is Verb.SKIP
-    assert AsyncOverlap().ask(cohort(True), AT) is Verb.JOIN
+    assert SyncOffload().ask(micro_batch(False), AT) is Verb.WAIT
+    assert SyncOffload().ask(micro_batch(True), AT) is Verb.JOIN
+    assert AsyncOverlap().ask(micro_batch(False), AT) is Verb.SKIP
+    assert AsyncOverlap().ask(micro_batch(True), AT) is Verb.JOIN
 
 
-def test_same_pass_joins_can_be_switched_off():
-    strict = AsyncOverlap(same_pass=False)
-    assert strict.ask(cohort(True, same_pass=True), AT) is Verb.SKIP
-    assert strict.ask(cohort(True, same_pass=False), AT) is Verb.JOIN
+def test_same_step_joins_can_be_switched_off():
+    strict = AsyncOverlap(same_step=False)
+    assert strict.ask(micro_batch(True, same_step=True), AT) is Verb.SKIP
+    assert strict.ask(micro_batch(True, same_step=False), AT) is Verb.JOIN
 
 
-def test_patience_waits_for_what_may_join_and_no_longer_than_it_says():
-    patient = AsyncOverlap(patience_us=1.5)
-    assert patient.ask(cohort(False), AT) is Verb.WAIT and patient.patience_ns(cohort(False), AT) == 1500
-    assert patient.ask(cohort(True), AT) is Verb.JOIN
-    strict = AsyncOverlap(same_pass=False, patience_us=1.5)
-    assert strict.ask(cohort(False, same_pass=True), AT) is Verb.SKIP
+def test_max_wait_waits_for_what_may_join_and_no_longer_than_it_says():
+    patient = AsyncOverlap(max_wait_us=1.5)
+    assert patient.ask(micro_batch(False), AT) is Verb.WAIT and patient.max_wait_ns(micro_batch(False), AT) == 1500
+    assert patient.ask(micro_batch(True), AT) is Verb.JOIN
+    strict = AsyncOverlap(same_step=False, max_wait_us=1.5)
+    assert strict.ask(micro_batch(False, same_step=True), AT) is Verb.SKIP
     for bad in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(InputError, match=f"patience_us must be .* got {bad}"):
-            AsyncOverlap(patience_us=bad)
+        with pytest.raises(InputError, match=f"max_wait_us must be .* got {bad}"):
+            AsyncOverlap(max_wait_us=bad)
 
 
-def test_idle_rows_leave_together_while_there_is_room_for_a_cohort():
-    policy = AsyncOverlap(max_cohorts=2)
-    assert policy.launch(LaunchView(idle_rows=5, cohorts=1, gpu_rows=3)) == (5,)
-    assert policy.launch(LaunchView(idle_rows=5, cohorts=2, gpu_rows=3)) == ()
-    assert policy.launch(LaunchView(idle_rows=0, cohorts=0, gpu_rows=3)) == ()
+def test_idle_rows_leave_together_while_there_is_room_for_a_micro_batch():
+    policy = AsyncOverlap(max_micro_batches=2)
+    assert policy.dispatch(DispatchView(idle_rows=5, micro_batches=1, gpu_rows=3)) == (5,)
+    assert policy.dispatch(DispatchView(idle_rows=5, micro_batches=2, gpu_rows=3)) == ()
+    assert policy.dispatch(DispatchView(idle_rows=0, micro_batches=0, gpu_rows=3)) == ()
 
 
-def test_bounded_offload_and_cohorts_take_no_more_rows_than_they_may():
-    assert SyncOffload(max_rows=3).launch(LaunchView(5, 0, 4)) == (3,)
-    assert AsyncOverlap(max_rows=4).launch(LaunchView(5, 1, 4, flying=((0, 3),))) == (1,)
-    assert AsyncOverlap(max_rows=3).launch(LaunchView(5, 1, 4, flying=((0, 3),))) == ()
+def test_bounded_offload_and_micro_batches_take_no_more_rows_than_they_may():
+    assert SyncOffload(max_rows=3).dispatch(DispatchView(5, 0, 4)) == (3,)
+    assert AsyncOverlap(max_rows=4).dispatch(DispatchView(5, 1, 4, flying=((0, 3),))) == (1,)
+    assert AsyncOverlap(max_rows=3).dispatch(DispatchView(5, 1, 4, flying=((0, 3),))) == ()
 
 
-def test_equal_cohorts_leave_one_per_pass():
-    policy = AsyncOverlap(max_cohorts=3, equal=True)
-    assert policy.launch(LaunchView(9, 0, 4)) == (3,)
-    assert policy.launch(LaunchView(6, 1, 4, flying=((0, 3),))) == (3,)
-    assert policy.launch(LaunchView(3, 3, 4, flying=((0, 3), (1, 3), (2, 3)))) == ()
+def test_equal_micro_batches_leave_one_per_step():
+    policy = AsyncOverlap(max_micro_batches=3, equal=True)
+    assert policy.dispatch(DispatchView(9, 0, 4)) == (3,)
+    assert policy.dispatch(DispatchView(6, 1, 4, flying=((0, 3),))) == (3,)
+    assert policy.dispatch(DispatchView(3, 3, 4, flying=((0, 3), (1, 3), (2, 3)))) == ()
 
 
-def test_cpu_only_uses_one_tier_and_two_cohorts_in_turn():
+def test_cpu_only_uses_one_tier_and_two_micro_batches_in_turn():
     policy = CpuOnly()
     assert policy.place(RequestView(0, 3, 4), tiers(9, 2)) is None
     assert policy.place(RequestView(0, 3, 4), tiers(0, 9)) == "cpu"
-    assert policy.launch(LaunchView(5, 0, 0)) == (3, 2)
-    assert policy.launch(LaunchView(5, 1, 0)) == (5,)
-    waiting, back = cohort(False)._replace(number=1), cohort(True)._replace(number=2, layer=6)
+    assert policy.dispatch(DispatchView(5, 0, 0)) == (3, 2)
+    assert policy.dispatch(DispatchView(5, 1, 0)) == (5,)
+    waiting, back = micro_batch(False)._replace(number=1), micro_batch(True)._replace(number=2, layer=6)
     assert policy.detour((waiting, back), AT) == 2
     assert policy.detour((waiting, back._replace(layer=4)), AT) is None  # the GPU comes by there next
 
@@ -105,12 +105,12 @@ def test_cpu_only_uses_one_tier_and_two_cohorts_in_turn():
 def test_a_fixed_fraction_is_waited_for():
     policy = FixedFraction(0.25)
     assert "".join(policy.allowed(i)[0][0] for i in range(8)) == "gggcgggc"
-    assert policy.ask(cohort(False), AT) is Verb.WAIT
+    assert policy.ask(micro_batch(False), AT) is Verb.WAIT
 
 
 def test_policies_are_found_by_name_and_by_import_path():
     assert {type(make_policy(name, **GIVEN)) for name in POLICIES} == set(POLICIES.values())
-    assert make_policy("async_overlap", max_cohorts=7).max_cohorts == 7
+    assert make_policy("async_overlap", max_micro_batches=7).max_micro_batches == 7
     assert isinstance(make_policy("hybridattn.policies.fixed:SyncOffload"), SyncOffload)
     ready = GpuOnly()
     assert make_policy(ready) is ready
@@ -125,7 +125,7 @@ def test_policies_are_found_by_name_and_by_import_path():
         ("async_overlap", {"speed": 3}, "policy 'async_overlap' has no option 'speed'"),
         ("async_overlap", {"cpu_fraction": 1.5}, "cpu_fraction must lie in 0..1, got 1.5"),
         ("gpu_only", {"cpu_fraction": 0.5}, "cpu_fraction 0.5 asks for the CPU tier, which policy 'gpu_only' does not"),
-        ("async_overlap", {"max_cohorts": 0}, "max_cohorts must be at least 1, got 0"),
+        ("async_overlap", {"max_micro_batches": 0}, "max_micro_batches must be at least 1, got 0"),
     ],
 )
 def test_unusable_policies_are_refused(name, options, message):
@@ -137,14 +137,14 @@ def test_every_policy_that_uses_the_cpu_decides_something_at_every_layer():
     for cls in POLICIES.values():
         if "cpu" in cls.tiers:
             for ready in (True, False):
-                assert isinstance(make_policy(cls.name, **GIVEN).ask(cohort(ready), AT), Verb)
+                assert isinstance(make_policy(cls.name, **GIVEN).ask(micro_batch(ready), AT), Verb)
         assert cls.detour is Policy.detour or make_policy(cls.name, **GIVEN).detour((), AT) is None
 
 
 def test_control_rooms_import_no_torch():
     code = (
-        "import sys, hybridattn.policies.registry, hybridattn.cost, hybridattn.devices.sim, hybridattn.runtime.engine, "
-        "hybridattn.runtime.llm, hybridattn.workload, hybridattn.metrics; "
+        "import sys, hybridattn.policies.registry, hybridattn.cost, hybridattn.devices.sim, hybridattn.engine.engine, "
+        "hybridattn.engine.replay, hybridattn.planning.planner, hybridattn.workload, hybridattn.metrics; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numba', 'triton')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -18,14 +18,14 @@ import pytest
 from toy_stages import ToyStages
 
 from hybridattn import LLM
-from hybridattn.core.device import Ticket
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.device import Future
 from hybridattn.core.op import CPU, Op
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.load import load
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
 
 LAYERS, PAGE = 3, 16
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ class Rig:
         "gpu_only": GpuOnly,
         "sync_offload": lambda: SyncOffload(cpu_fraction=0.5),
         "async_overlap": AsyncOverlap,
-        "all_on_cpu": lambda: AsyncOverlap(cpu_fraction=1.0, max_cohorts=4),
+        "all_on_cpu": lambda: AsyncOverlap(cpu_fraction=1.0, max_micro_batches=4),
     }
 
     @staticmethod
@@ -125,7 +125,7 @@ class FaultyDevice(SimDevice):
             return price
         return {"hang": 10**15, "slow": 1000 * (price + 1)}.get(self._fault, price)
 
-    def submit(self, op: Op, after: tuple[Ticket, ...] = ()) -> Any:
+    def submit(self, op: Op, after: tuple[Future, ...] = ()) -> Any:
         if op.name == self._spoil:
             self._count += 1
             if self._count == self._at:

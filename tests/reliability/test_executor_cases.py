@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from toy_stages import reference
 
 from hybridattn import SamplingParams
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import CapacityError, InputError
 from hybridattn.core.op import Op
+from hybridattn.core.request import DeclaredTokens, State
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import GPU_TIER
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import AsyncOverlap, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens, State
 
 STATES = {  # when to abort; evaluated before each step
     "queued": lambda r: r.state is State.WAITING and r.preemptions == 0,
@@ -36,7 +36,7 @@ STATES = {  # when to abort; evaluated before each step
 @pytest.mark.parametrize("policy", ["gpu_only", "all_on_cpu", "async_overlap"])
 def test_E13_an_abort_in_any_state_harms_nobody_and_frees_everything(rig, policy, state):
     if policy == "gpu_only" and "flight" in state:
-        pytest.skip("a GPU row is never in flight between two passes")
+        pytest.skip("a GPU row is never in flight between two steps")
     engine = rig.build(rig.policies[policy](), gpu=5, cpu=5, max_num_seqs=3, max_num_batched_tokens=20)
     jobs = rig.jobs(4, 8, longest=40, most=30)
     requests = [engine.add(p, n) for p, n in jobs]
@@ -165,7 +165,7 @@ SHAPE = ModelShape("toy", 4, 64, 128, 4, 2, 16, 100, 512)
 
 def swapping(cpu_blocks, gpu_blocks=6):
     """An engine whose policy swaps between the tiers (simulated: the stages that move K,V are priced ones)."""
-    price = lambda op: 50_000 if op.name.startswith("move") else 1000  # noqa: E731  # a move takes several passes
+    price = lambda op: 50_000 if op.name.startswith("move") else 1000  # noqa: E731  # a move takes several steps
     device = SimDevice(price, execute=True)
     config = EngineConfig(gpu_blocks, cpu_blocks, 16, max_model_len=160, max_num_seqs=8, max_num_batched_tokens=64)
     return Engine(PricedStages(SHAPE, "fp32"), device, Asymmetric(), config)

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 
 from hybridattn import SamplingParams
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU
+from hybridattn.core.request import Request
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.engine.stopping import stop_reason
 from hybridattn.metrics.latency import summarize, tpot_ns
 from hybridattn.metrics.throughput import throughput
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.request import Request
-from hybridattn.runtime.stopping import stop_reason
 
 HOT = SamplingParams(max_tokens=10, temperature=1.0, seed=42)
 PROMPT = [3, 1, 4, 1, 5]

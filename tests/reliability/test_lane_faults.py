@@ -18,13 +18,13 @@ from hybridattn import SamplingParams
 from hybridattn.core.errors import DeviceError, HybridAttnError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.devices.host import HostDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.host_tier import HostRows, HostTier
-from hybridattn.runtime.engine import Engine
 
 SECOND = 1_000_000_000
 TOKENS = [[5, 6, 7], [8, 9]]
 FREE = {"gpu": 8, "cpu": 8}
-OPS = ("linear", "attention", "send", "cpu_attention", "fetch", "pull", "hand_down")
+OPS = ("linear", "attention", "send_qkv", "cpu_attention", "fetch_output", "load_kv", "offload_kv")
 
 
 def spoiled(rig, faulty_device, name, fault, at, policy="async_overlap"):
@@ -94,7 +94,9 @@ def boom(*args):
     raise ArithmeticError("no such number")
 
 
-@pytest.mark.parametrize(("target", "lane"), [("_linear", GPU), ("_last", GPU), ("send", D2H), ("fetch", H2D)])
+@pytest.mark.parametrize(
+    ("target", "lane"), [("_linear", GPU), ("_last", GPU), ("send_qkv", D2H), ("fetch_output", H2D)]
+)
 @pytest.mark.parametrize("kind", ["raise", "hang"])
 def test_a_fault_on_a_lane_of_the_host_ends_in_bounded_time(open_tiny, monkeypatch, target, lane, kind):
     """What raises must be heard of before any time-out, and what hangs is the only op that meets one."""
@@ -135,12 +137,12 @@ def test_a_failed_attention_of_gpu_rows_surfaces(open_tiny, monkeypatch):
 
 
 def test_a_failed_hand_down_surfaces(open_tiny, monkeypatch):
-    hand_down = HostTier.hand_down
+    offload_kv = HostTier.offload_kv
     with open_tiny(cpu_fraction=1.0) as llm:
         monkeypatch.setattr(
-            HostTier, "hand_down", lambda tier, layer, *rest: boom if layer == 1 else hand_down(tier, layer, *rest)
+            HostTier, "offload_kv", lambda tier, layer, *rest: boom if layer == 1 else offload_kv(tier, layer, *rest)
         )
-        with pytest.raises(DeviceError, match="'hand down k,v' on lane gpu.d2h .* failed: no such number"):
+        with pytest.raises(DeviceError, match="'offload k,v' on lane gpu.d2h .* failed: no such number"):
             llm.generate(TOKENS)
 
 
@@ -197,11 +199,11 @@ def test_a_lane_whose_thread_cannot_start_says_so_at_its_first_op(monkeypatch, l
     monkeypatch.setattr(os, "sched_setaffinity", pin)
     device = HostDevice(gpu_memory_bytes=1 << 20, close_timeout_s=1.0)
     try:
-        ticket = device.submit(Op("work", lane, Work("other", 0, 0, 1), lambda: 1, requests=("r7",)))
+        future = device.submit(Op("work", lane, Work("other", 0, 0, 1), lambda: 1, requests=("r7",)))
         with pytest.raises(
             DeviceError, match=rf"'work' on lane {lane} of request r7 .*'hybridattn {lane}.*' could not"
         ):
-            ticket.wait(20 * SECOND)
+            future.wait(20 * SECOND)
         with pytest.raises(DeviceError, match="could not start"):
             device.drain(SECOND)
     finally:
@@ -244,7 +246,7 @@ def test_copies_that_are_late_at_random_change_no_token(open_tiny):
     for policy in ("sync_offload", "async_overlap"):
         with open_tiny(policy=policy, cpu_fraction=1.0) as llm:
             coin, exchange = random.Random(policy), llm.stages.exchange
-            for name in ("send", "fetch"):
+            for name in ("send_qkv", "fetch_output"):
                 setattr(exchange, name, late(getattr(exchange, name), coin))
             assert [o.token_ids for o in llm.generate(TOKENS, params)] == want
 
@@ -257,11 +259,11 @@ def test_an_op_behind_a_failed_one_names_the_one_that_failed():
         first = device.submit(Op("first", GPU, work, boom, requests=("r3",)))
         for name, lane in (("down", D2H), ("attend", CPU), ("again", CPU)):
             chain.append(device.submit(Op(name, lane, work, lambda: 1), (chain[-1] if chain else first,)))
-        for ticket in chain:
+        for future in chain:
             with pytest.raises(DeviceError) as caught:
-                ticket.wait(10 * SECOND)
+                future.wait(10 * SECOND)
             cause = "op 'first' on lane gpu.compute of request r3 failed: no such number"
-            assert str(caught.value) == f"{ticket.op.describe()} failed: {cause}"
+            assert str(caught.value) == f"{future.op.describe()} failed: {cause}"
     finally:
         device.close()
 
@@ -280,7 +282,7 @@ def test_a_stall_without_anything_in_flight_names_the_request(rig):
 def test_a_policy_that_raises_ends_the_call_and_frees_everything(open_tiny):
     with open_tiny(policy="sync_offload") as llm:
         llm.policy.ask = boom
-        with pytest.raises(DeviceError, match="a pass was cut short by ArithmeticError: no such number"):
+        with pytest.raises(DeviceError, match="a step was cut short by ArithmeticError: no such number"):
             llm.generate(TOKENS)
         check_broken(llm)
     check_next_one_works(open_tiny)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_stages import reference
 
+from hybridattn.core.request import State
 from hybridattn.core.stages import GPU_TIER
-from hybridattn.runtime.request import State
 
 POLICIES = ["gpu_only", "sync_offload", "async_overlap", "all_on_cpu"]
 
@@ -48,8 +48,8 @@ def test_a_big_request_is_served_though_small_ones_never_stop_coming(rig, policy
 
 
 @pytest.mark.parametrize("budget", [4, 20])
-def test_decode_rows_get_a_token_in_every_pass_though_prompts_never_stop_coming(rig, budget):
-    """Prefill takes what the budget leaves, so that the wait between two tokens is one pass."""
+def test_decode_rows_get_a_token_in_every_step_though_prompts_never_stop_coming(rig, budget):
+    """Prefill takes what the budget leaves, so that the wait between two tokens is one step."""
     engine = rig.build(rig.policies["gpu_only"](), gpu=40, cpu=0, max_num_seqs=4, max_num_batched_tokens=budget)
     first = engine.add([1, 2, 3], 60)
     for step in range(300):

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_stages import reference
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU
+from hybridattn.core.params import SamplingParams
+from hybridattn.core.request import State
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.models.pieces import PieceTable
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.params import SamplingParams
-from hybridattn.runtime.request import State
 
 PAGE = 16
 CONFIG = EngineConfig(16, 16, PAGE, max_model_len=96, max_num_seqs=5, max_num_batched_tokens=24)

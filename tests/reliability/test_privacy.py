@@ -14,7 +14,7 @@ import pytest
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import DeviceError, InputError
-from hybridattn.core.records import PassRecord, RequestRecord
+from hybridattn.core.records import RequestRecord, StepRecord
 from hybridattn.metrics.report import run_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_records_have_no_place_for_text_or_token_ids():
     assert sorted(request) == sorted(
         "request_id arrival_ns end_ns prompt_tokens token_ns finish_reason tier scheduled_ns preemptions error".split()
     )
-    assert all(str(f.type) == "int" for f in dataclasses.fields(PassRecord))
+    assert all(str(f.type) == "int" for f in dataclasses.fields(StepRecord))
 
 
 def test_rows_hold_numbers_and_short_names_only(run):
@@ -63,7 +63,7 @@ def test_rows_hold_numbers_and_short_names_only(run):
 def test_ops_of_a_trace_have_fixed_names(run):
     _, _, trace = run
     names = {span.name for span in trace.spans}
-    assert names <= {"linear", "linear+sample", "attention", "send q,k,v", "fetch out", "hand down k,v", "pull k,v"}
+    assert names <= {"linear", "linear+sample", "attention", "send q,k,v", "fetch output", "offload k,v", "load k,v"}
 
 
 def test_nothing_is_logged_or_printed(real_model, caplog, capfd):

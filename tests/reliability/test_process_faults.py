@@ -58,7 +58,7 @@ with opened() as llm:
             if i == 20:
                 print("GO", flush=True)
     except KeyboardInterrupt:
-        while llm.engine.broken is None and llm.engine.unfinished:  # between two passes: rows in flight still leave
+        while llm.engine.broken is None and llm.engine.unfinished:  # between two steps: rows in flight still leave
             llm.engine.step()
         records = llm.take_records().requests
         print(sorted(r.finish_reason for r in records), min(r.output_tokens for r in records) > 0, llm.free_blocks())
@@ -72,7 +72,7 @@ with opened() as llm:
     lines = out.splitlines()
     assert (status, err) == (0, "")
     assert lines[0] in (
-        "['error', 'error'] True {'gpu': 24, 'cpu': 24}",  # within a pass
+        "['error', 'error'] True {'gpu': 24, 'cpu': 24}",  # within a step
         "['abort', 'abort'] True {'gpu': 24, 'cpu': 24}",  # between two
     )
     assert lines[1] == "True"

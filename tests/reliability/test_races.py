@@ -19,7 +19,7 @@ from cpu_kernels.layout import Layout
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, D2H, GPU, Op, Work
 from hybridattn.devices.host import HostDevice
-from hybridattn.devices.lane import HostTicket
+from hybridattn.devices.lane import HostFuture
 from hybridattn.devices.sim import SimDevice
 
 SECOND = 1_000_000_000
@@ -39,12 +39,12 @@ class WithoutWait(SimDevice):
 
 
 class Impatient(SimDevice):
-    """Takes every CPU ticket for done, as a poll that looks at nothing would."""
+    """Takes every CPU future for done, as a poll that looks at nothing would."""
 
     def submit(self, op, after=()):
         return super().submit(op, tuple(t for t in after if t.op.lane != CPU))
 
-    def wait_any(self, tickets, timeout_ns):
+    def wait_any(self, futures, timeout_ns):
         return
 
 
@@ -71,30 +71,30 @@ def test_with_all_waits_every_schedule_is_right(rig):
     assert wrong_runs(rig, lambda price: WithoutWait(price, "none of them")) == 0
 
 
-@pytest.mark.parametrize("name", ["linear", "send", "cpu_attention", "attention", "pull", "hand_down"])
+@pytest.mark.parametrize("name", ["linear", "send_qkv", "cpu_attention", "attention", "load_kv", "offload_kv"])
 def test_removing_the_wait_of_an_op_is_caught(rig, name):
-    """``linear`` waits for fetched outputs, ``send`` and ``hand_down`` for what they copy, ``cpu_attention`` for the
-    copy, ``attention`` and ``pull`` for the staging area."""
+    """``linear`` waits for fetched outputs, ``send_qkv`` and ``offload_kv`` for what they copy, ``cpu_attention`` for
+    the copy, ``attention`` and ``load_kv`` for the staging area."""
     assert wrong_runs(rig, lambda price: WithoutWait(price, name)) > 0
 
 
 def test_a_poll_that_looks_at_nothing_is_caught(rig, monkeypatch):
-    monkeypatch.setattr("hybridattn.devices.sim.RunTicket.done", lambda ticket: True)
+    monkeypatch.setattr("hybridattn.devices.sim.RunFuture.done", lambda future: True)
     assert wrong_runs(rig, lambda price: Impatient(price, execute=True)) > 0
 
 
-def test_reusing_slots_before_their_cohort_ended_is_caught(rig, monkeypatch):
-    """Slots of the exchange slabs are given out again only when a cohort has ended."""
+def test_reusing_slots_before_their_micro_batch_ended_is_caught(rig, monkeypatch):
+    """Slots of the exchange slabs are given out again only when a micro-batch has ended."""
     monkeypatch.setattr(
-        "hybridattn.runtime.slots.SlotRanges.take", lambda ranges, count: (0, min(count, ranges.capacity))
+        "hybridattn.executor.slots.SlotRanges.take", lambda ranges, count: (0, min(count, ranges.capacity))
     )
-    monkeypatch.setattr("hybridattn.runtime.slots.SlotRanges.give_back", lambda *args: None)
+    monkeypatch.setattr("hybridattn.executor.slots.SlotRanges.give_back", lambda *args: None)
     assert wrong_runs(rig, lambda price: SimDevice(price, execute=True)) > 0
 
 
 def test_giving_blocks_back_before_the_row_has_left_is_caught(rig, monkeypatch):
-    """Blocks of an aborted row in flight are held until its ticket has ended."""
-    from hybridattn.runtime.scheduler import Scheduler
+    """Blocks of an aborted row in flight are held until its future has ended."""
+    from hybridattn.scheduler.scheduler import Scheduler
 
     end = Scheduler.end
 
@@ -162,12 +162,12 @@ def test_E10_a_copy_holds_what_was_written_before_it():
 
 
 def test_E10_without_the_wait_the_checksum_differs(monkeypatch):
-    monkeypatch.setattr(HostTicket, "__init__", _forgetful(HostTicket.__init__))
+    monkeypatch.setattr(HostFuture, "__init__", _forgetful(HostFuture.__init__))
     assert checksums_that_differ(5) > 0
 
 
 def _forgetful(init):
-    return lambda ticket, op, after: init(ticket, op, ())
+    return lambda future, op, after: init(future, op, ())
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------

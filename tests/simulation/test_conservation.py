@@ -6,20 +6,20 @@ import random
 
 import pytest
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import CapacityError
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import TIERS
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.engine.replay import Replay
+from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.replay import Replay
-from hybridattn.runtime.request import DeclaredTokens
 from hybridattn.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, synthetic
 from hybridattn.workload.item import WorkItem, Workload
 from hybridattn.workload.lengths import Fixed, Uniform
@@ -55,8 +55,8 @@ def serve(policy, seed):
     gpu, cpu = rng.randint(0, 20), rng.randint(3, 40)
     engine = engine_for(policy, gpu, cpu)
     jobs = [(rng.randint(1, 50), rng.randint(1, 50), rng.randint(0, 10**7)) for _ in range(rng.randint(1, 9))]
-    refused, ended, passes, clock = 0, [], [], -1
-    engine.send_records(ended.append, passes.append)
+    refused, ended, steps, clock = 0, [], [], -1
+    engine.send_records(ended.append, steps.append)
     for prompt, output, arrival_ns in jobs:
         try:
             engine.add(DeclaredTokens(prompt), output, arrival_ns=arrival_ns)
@@ -78,12 +78,12 @@ def serve(policy, seed):
     )
     assert all(r.finish_reason == "length" for r in ended)
     assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
-    assert all(a.end_ns <= b.start_ns for a, b in zip(passes, passes[1:], strict=False))
-    fastest = min((p.end_ns - p.start_ns for p in passes if p.gpu_rows), default=1)
+    assert all(a.end_ns <= b.start_ns for a, b in zip(steps, steps[1:], strict=False))
+    fastest = min((p.end_ns - p.start_ns for p in steps if p.gpu_rows), default=1)
     made = sum(r.output_tokens for r in ended)
-    if passes and policy == "gpu_only" and clock:
-        assert made / clock <= 8 / fastest  # no pass makes more tokens than it has rows
-    return ended, passes, clock
+    if steps and policy == "gpu_only" and clock:
+        assert made / clock <= 8 / fastest  # no step makes more tokens than it has rows
+    return ended, steps, clock
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -137,7 +137,13 @@ def test_memory_does_not_grow_with_the_number_of_requests():
         engine = engine_for("async_overlap", 12, 12)
         Replay(engine, workload, on_record=lambda record: None).run()
         executor = engine.executor
-        kept = [engine._requests, engine._ended_requests, executor.passes, executor._fleet.standing, executor.cohorts]
+        kept = [
+            engine._requests,
+            engine._ended_requests,
+            executor.steps,
+            executor._in_flight.standing,
+            executor.micro_batches,
+        ]
         kept += [executor.stages._attending, executor.device._spans, executor.device._queued_skipped]
         sizes.append(([len(k) for k in kept], len(executor.stages._linear) < 200))
     assert sizes[0] == sizes[1]

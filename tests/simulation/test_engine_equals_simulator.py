@@ -7,14 +7,14 @@ import random
 import pytest
 from toy_stages import ToyStages, reference
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.trace import violations
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
 
 LAYERS, PAGE = 4, 16
 SHAPE = ModelShape("toy", LAYERS, 64, 128, 2, 2, 16, 50, 512)
@@ -66,8 +66,8 @@ class RowsOnly(PricedStages):
         ("gpu_only", {}),
         ("sync_offload", {"cpu_fraction": 0.5}),
         ("async_overlap", {"cpu_fraction": 0.5}),
-        ("async_overlap", {"cpu_fraction": 0.4, "same_pass": False, "max_cohorts": 2}),
-        ("async_overlap", {"cpu_fraction": 0.4, "patience_us": 0.3}),
+        ("async_overlap", {"cpu_fraction": 0.4, "same_step": False, "max_micro_batches": 2}),
+        ("async_overlap", {"cpu_fraction": 0.4, "max_wait_us": 0.3}),
         ("cpu_only", {}),
         ("asymmetric", {"cpu_fraction": 0.6}),
     ],
@@ -82,19 +82,19 @@ def test_M14_executed_and_priced_runs_have_the_same_steps_and_times(policy, opti
     toy = MovingToy(LAYERS, 12, 40, PAGE, 8)
     executed = run(toy, SimDevice(cost, execute=True), make_policy(policy, **options), jobs)
     priced = run(RowsOnly(SHAPE, "fp16"), SimDevice(cost, record=False), make_policy(policy, **options), jobs)
-    assert executed.passes == priced.passes
+    assert executed.steps == priced.steps
     assert executed.requests == priced.requests
     assert len(executed.requests) == len(jobs)
 
 
 def test_M14_three_requests_by_hand():
-    """Two passes of one chunk each, then decode: 3 requests of 8 tokens, 24 a pass, all in the first pass."""
+    """Two steps of one chunk each, then decode: 3 requests of 8 tokens, 24 a step, all in the first step."""
     device = SimDevice(lambda op: 1000 if op.lane == GPU else 0, execute=True)
     jobs = [([1] * 8, 3, 0)] * 3
     records = run(ToyStages(LAYERS, 12, 40, PAGE, 8), device, make_policy("gpu_only"), jobs)
-    one_pass = 1000 * (1 + 2 * LAYERS)  # embedding and pre(0), then attention and linear of each layer
-    assert len(records.passes) == 3
-    assert [r.token_ns for r in records.requests] == [(one_pass, 2 * one_pass, 3 * one_pass)] * 3
+    one_step = 1000 * (1 + 2 * LAYERS)  # embedding and pre(0), then attention and linear of each layer
+    assert len(records.steps) == 3
+    assert [r.token_ns for r in records.requests] == [(one_step, 2 * one_step, 3 * one_step)] * 3
 
 
 def serve_with_moves(seed, cpu_blocks):

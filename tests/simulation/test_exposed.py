@@ -8,15 +8,15 @@ from hybridattn.core.op import GPU
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import EXPOSED
 from hybridattn.cost.pricing import Constant
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.planning.predict import by_simulation
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 from hybridattn.policies.load import Load
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.priced_stages import EXPOSED
-from hybridattn.runtime.steady import SteadyRun
 
 COST = ModelCost(shape("llama3.1-8b"), "fp16")
 PRICING = machine("a10", "epyc-7r32-16c", "pcie4-x16")
@@ -44,5 +44,5 @@ def test_gpu_only_pays_nothing_for_it_and_overlap_pays_at_every_layer():
 
 def test_a_policy_that_plans_leaves_the_cpu_alone_where_that_costs_more_than_it_brings():
     alone = rate(GpuOnly(), exposed(2.0))
-    assert rate(Adaptive(exposed(2.0), by_simulation()), exposed(2.0)) > 0.94 * alone  # one pass for those who starve
+    assert rate(Adaptive(exposed(2.0), by_simulation()), exposed(2.0)) > 0.94 * alone  # one step for those who starve
     assert rate(Adaptive(exposed(0.0), by_simulation()), exposed(0.0)) > 1.05 * alone

@@ -1,4 +1,4 @@
-"""The simulator's short cuts (equal layers, quiet passes) change nothing: same passes, same times per token."""
+"""The simulator's short cuts (equal layers, quiet steps) change nothing: same steps, same times per token."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.engine.replay import Replay
+from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.replay import Replay
 from hybridattn.workload.arrivals import ClosedLoop, Poisson, synthetic
 from hybridattn.workload.lengths import Uniform
 
@@ -35,16 +35,16 @@ def serve(policy, workload, *, slow, submit_ns=0, run_ahead=2, gpu_blocks=30, **
         gpu_blocks, 60, 16, max_model_len=1024, max_num_seqs=24, max_num_batched_tokens=128, run_ahead=run_ahead
     )
     engine = Engine(PricedStages(SHAPE, "fp16"), device, chosen, config)
-    passes = []
-    served = Replay(engine, workload, on_pass=passes.append).run()
-    return served, passes
+    steps = []
+    served = Replay(engine, workload, on_step=steps.append).run()
+    return served, steps
 
 
 POLICIES = [
     ("gpu_only", {}),
     ("async_overlap", {}),
-    ("async_overlap", {"same_pass": False, "max_cohorts": 2}),
-    ("async_overlap", {"patience_us": 100, "max_cohorts": 2}),
+    ("async_overlap", {"same_step": False, "max_micro_batches": 2}),
+    ("async_overlap", {"max_wait_us": 100, "max_micro_batches": 2}),
     ("sync_offload", {"max_rows": 3}),
     ("cpu_only", {}),
     ("asymmetric", {}),

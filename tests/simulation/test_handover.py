@@ -43,11 +43,11 @@ def test_an_overtaken_op_begins_late_again():
 
 def test_a_driver_that_waited_goes_on_late_and_one_that_did_not_at_once():
     sim = device(wake_ns=7)
-    ticket = sim.submit(op(GPU, 50))
-    ticket.wait(1000)
+    future = sim.submit(op(GPU, 50))
+    future.wait(1000)
     assert sim.now_ns() == 57
-    ticket.wait(1000)  # it has ended: nobody sleeps
-    sim.wait_any([ticket], 1000)
+    future.wait(1000)  # it has ended: nobody sleeps
+    sim.wait_any([future], 1000)
     assert sim.now_ns() == 57
     sim.wait_any([sim.submit(op(GPU, 50))], 1000)
     assert sim.now_ns() == 57 + 50 + 7
@@ -70,7 +70,12 @@ def test_layers_do_not_pass_in_one_step_where_handing_over_costs():
 
 
 def test_the_driver_of_a_profile_is_what_was_measured():
-    names = ["submit", "poll", "cohort_op", *(late_name(name, i) for name in ("wake", *LANES) for i in range(1, 10))]
+    names = [
+        "submit",
+        "poll",
+        "micro_batch_op",
+        *(late_name(name, i) for name in ("wake", *LANES) for i in range(1, 10)),
+    ]
     quantities = {name: Quantity(i + 1.0, "ns", "measured", "here") for i, name in enumerate(names)}
     sample = Sample(GPU, "linear", 1, 0, 1.0, 1, 1)
     profile = Profile(

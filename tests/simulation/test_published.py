@@ -18,19 +18,19 @@ from experiments.sim.machines import Setting
 from experiments.sim.neo_fig6c import lengths, sustained
 from experiments.sim.neo_fig10a import KERNEL_TOKENS, RAM_GB, box, curves, fit, hosts, verdicts
 from experiments.sim.offload import gain as offload_gain
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.planning.predict import by_simulation
+from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.fixed import SyncOffload
 from hybridattn.policies.layouts import fixed_layouts, policy_of
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.registry import make_policy
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.predict import by_simulation
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens
-from hybridattn.runtime.steady import SteadyRun
 
 A10 = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
 A10 = dataclasses.replace(A10, model=dataclasses.replace(A10.model, num_layers=8))  # as wide, less to simulate
@@ -64,7 +64,7 @@ def test_no_layout_exceeds_the_upper_bound():
     shape = ideal_shape(8)
     costs = costs_of(shape, ideal(shape, 1e6, 1e6 / 40_000, 8e6 / 40_000))  # x = 1, r = 8
     load = Load(40, 160, 1000)
-    alone = 40 / costs.pass_ns(40, 40_000) * 1e9
+    alone = 40 / costs.step_ns(40, 40_000) * 1e9
     for layout in fixed_layouts(costs, 40, 160, 1000):
         run = SteadyRun(costs, costs.pricing, policy_of(layout, costs), load, open_sim)
         assert run.measure(30, 60).tokens_per_s / alone <= upper_bound_gain(1.0, 8.0) * 1.01
@@ -96,7 +96,7 @@ def test_adaptive_is_at_least_as_good_as_the_best_fixed_policy():
 def test_adaptive_keeps_its_limits():
     load, limits = Load(24, 72, 1000), Limits(1.25, 15.0)
     found = steady(Adaptive(A10.costs, by_simulation(), 1.25, 15.0), load, settle=60)
-    alone_ns = A10.costs.pass_ns(24, 24_000)
+    alone_ns = A10.costs.step_ns(24, 24_000)
     assert limits.kept_by(found, alone_ns, slack=0.02)
     assert found.tokens_per_s > 24 / alone_ns * 1e9
 
@@ -127,8 +127,8 @@ def spans_of(name, gpu_blocks):
         engine.add(DeclaredTokens(200 + i), 12, arrival_ns=i * 10**8)
     engine.run()
     records = engine.take_records()
-    assert sum(p.polls_made for p in records.passes) == 0
-    return engine.drain(), records.requests, records.passes
+    assert sum(p.polls_made for p in records.steps) == 0
+    return engine.drain(), records.requests, records.steps
 
 
 def test_auto_submits_exactly_the_ops_of_gpu_only_when_all_fits():
@@ -180,7 +180,7 @@ def test_the_sustained_rate_lies_on_the_line_between_two_points():
 
 def test_bounded_offload_that_hides_costs_the_gpu_rows_little():
     hidden = steady(SyncOffload(max_rows=3), Load(24, 3, 1000))
-    assert hidden.gpu_tpot_ns <= 1.02 * A10.costs.pass_ns(24, 24_000)
+    assert hidden.gpu_tpot_ns <= 1.02 * A10.costs.step_ns(24, 24_000)
 
 
 def test_the_simulator_runs_where_torch_cannot_be_imported():

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import GpuOnly
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens
 
 SHAPE = ModelShape("toy", 2, 64, 128, 4, 2, 16, 256, 512)
 PRICING = machine("t4", "xeon-8259cl-8c", "pcie3-x16")

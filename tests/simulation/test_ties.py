@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU, D2H, GPU, SKIPPED, WAITED, Op, Work
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
-from hybridattn.runtime.config import EngineConfig
-from hybridattn.runtime.engine import Engine
-from hybridattn.runtime.priced_stages import PricedStages
-from hybridattn.runtime.request import DeclaredTokens
 
 SHAPE = ModelShape("small", 2, 64, 128, 2, 2, 16, 64, 256)
 
@@ -24,11 +24,11 @@ def price(op):
 
 def test_an_op_that_ends_now_is_done():
     device = SimDevice(price)
-    ticket = device.submit(op("a", GPU, 10))
+    future = device.submit(op("a", GPU, 10))
     device.sleep_until_ns(9)
-    assert not ticket.done()
+    assert not future.done()
     device.sleep_until_ns(10)
-    assert ticket.done()
+    assert future.done()
 
 
 def test_an_op_starts_at_the_very_end_of_what_it_waits_for():
@@ -74,24 +74,24 @@ def test_requests_that_arrive_together_are_served_in_the_order_in_which_they_wer
     assert records[0].end_ns < records[1].token_ns[0] < records[1].end_ns < records[2].token_ns[0]
 
 
-def test_a_request_that_arrives_at_the_end_of_a_pass_is_in_the_next_one():
-    """Also where the pass is one of many that were priced as one step."""
+def test_a_request_that_arrives_at_the_end_of_a_step_is_in_the_next_one():
+    """Also where the step is one of many that were priced as one step."""
     for resolves in (True, False):
         made = engine(GpuOnly())
         made.device.resolves = resolves
         first = made.add(DeclaredTokens(20), 8)
-        pass_ns = 100 * (1 + 2 * SHAPE.num_layers)
-        made.add(DeclaredTokens(20), 2, arrival_ns=3 * pass_ns)
+        step_ns = 100 * (1 + 2 * SHAPE.num_layers)
+        made.add(DeclaredTokens(20), 2, arrival_ns=3 * step_ns)
         made.run()
         second = made.take_records().requests[0]
-        assert second.request_id == "r1" and second.scheduled_ns == 3 * pass_ns
-        assert first.token_ns[3] == second.token_ns[0] == 4 * pass_ns
+        assert second.request_id == "r1" and second.scheduled_ns == 3 * step_ns
+        assert first.token_ns[3] == second.token_ns[0] == 4 * step_ns
 
 
-def passes_with(cpu_ns):
+def steps_with(cpu_ns):
     device = SimDevice(lambda op: {GPU: 100, CPU: cpu_ns}.get(op.lane, 0))
     config = EngineConfig(8, 8, 16, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
-    made = Engine(PricedStages(SHAPE, "fp16"), device, AsyncOverlap(cpu_fraction=0.5, same_pass=False), config)
+    made = Engine(PricedStages(SHAPE, "fp16"), device, AsyncOverlap(cpu_fraction=0.5, same_step=False), config)
     made.add(DeclaredTokens(10), 60)
     made.add(DeclaredTokens(10), 6)  # the second lives on the CPU tier
     made.run()
@@ -100,10 +100,10 @@ def passes_with(cpu_ns):
 
 
 def test_attention_that_returns_as_the_gpu_comes_by_joins():
-    """A pass takes 500 ns. Attention of 500 ns is back at the very moment the GPU is at its layer again: it joins. One
-    nanosecond more costs it a whole pass."""
-    on_time, spans = passes_with(500)
+    """A step takes 500 ns. Attention of 500 ns is back at the very moment the GPU is at its layer again: it joins. One
+    nanosecond more costs it a whole step."""
+    on_time, spans = steps_with(500)
     begins = {s.start_ns for s in spans if s.lane == GPU and s.name == "attention"}
     assert sum(s.end_ns in begins for s in spans if s.lane == CPU) >= 5  # the tie does occur
-    late, _ = passes_with(501)
+    late, _ = steps_with(501)
     assert late - on_time >= 5 * 500

@@ -18,15 +18,15 @@ from fake_cuda import FakeCuda  # noqa: E402
 from quick_interpreter import patch_once  # noqa: E402
 from scaled_model import scaled  # noqa: E402
 
+from hybridattn.core.config import EngineConfig  # noqa: E402
+from hybridattn.core.params import SamplingParams  # noqa: E402
 from hybridattn.core.trace import violations  # noqa: E402
 from hybridattn.devices.cuda import CudaDevice  # noqa: E402
 from hybridattn.devices.host import HostDevice  # noqa: E402
+from hybridattn.engine.engine import Engine  # noqa: E402
 from hybridattn.models.load import load  # noqa: E402
 from hybridattn.models.torch_stages import TorchStages  # noqa: E402
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly  # noqa: E402
-from hybridattn.runtime.config import EngineConfig  # noqa: E402
-from hybridattn.runtime.engine import Engine  # noqa: E402
-from hybridattn.runtime.params import SamplingParams  # noqa: E402
 
 CONFIG = EngineConfig(
     gpu_kv_blocks=8, cpu_kv_blocks=8, page_size=16, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=24

@@ -1,6 +1,6 @@
 """Time-outs that only what hangs can meet: generous until then, waited for in a moment from then on.
 
-    clock    |--- as usual: an op of a busy machine has 30 s ---|hang begins|--- 100-fold: 30 s pass in 0.3 s ---
+clock    |--- as usual: an op of a busy machine has 30 s ---|hang begins|--- 100-fold: 30 s pass in 0.3 s ---
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridattn.devices import live
-from hybridattn.devices.lane import HostTicket
+from hybridattn.devices.lane import HostFuture
 
 LIMIT_S = 30.0
 HASTE = 100
@@ -32,9 +32,9 @@ class HangClock:
 
 def install(monkeypatch: Any) -> HangClock:
     """The clock of all live devices until the test ends. Waiting threads look at it every 20 ms."""
-    clock, block = HangClock(), HostTicket.block
+    clock, block = HangClock(), HostFuture.block
     monkeypatch.setattr(live, "time", clock)
-    monkeypatch.setattr(HostTicket, "block", lambda ticket, seconds: block(ticket, min(seconds, 0.02)))
+    monkeypatch.setattr(HostFuture, "block", lambda future, seconds: block(future, min(seconds, 0.02)))
     return clock
 
 

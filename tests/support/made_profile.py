@@ -28,7 +28,7 @@ def made_profile(fingerprint: str, model: str, dtype: str = "fp32", cpu_factor: 
         samples.append(Sample(GPU, "prefill_attention", 1, 0, float(size), 0, size // 1000 + 1))
         samples += [Sample(lane, "copy", 1, 0, 0.0, size, size // 10 + 1000) for lane in (D2H, H2D)]
     late = [late_name(name, i) for name in ("wake", *LANES) for i in range(1, 10)]
-    names = ("submit", "poll", "cohort_op", *late)
+    names = ("submit", "poll", "micro_batch_op", *late)
     quantities = {name: Quantity(1000.0, "ns", "measured", "made up") for name in names}
     given = {"name": "made-up", "quantities": quantities, **changes}
     return measured_profile(

@@ -1,4 +1,4 @@
-"""A cohort as a policy sees it, made by hand."""
+"""A micro-batch as a policy sees it, made by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Seen(NamedTuple):
-    """Any ``hybridattn.policies.base.CohortView``."""
+    """Any ``hybridattn.policies.base.MicroBatchView``."""
 
     number: int
     size: int
     layer: int
     ready: bool
-    same_pass: bool = False
-    keys: int = 0
+    same_step: bool = False
+    kv_tokens: int = 0
     return_ns: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, Cohort, Segment
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, MicroBatch, Segment
 
 PRIME = (1 << 61) - 1
 VOCAB = 50
@@ -67,9 +67,9 @@ class ToyStages:
         self.host_out: list[int | None] = [None] * max_rows
         self.dev_out: list[int | None] = [None] * max_rows
         self.staging: list[int] = []
-        self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # cohort -> (blocks, position, dead)
+        self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # micro-batch -> (blocks, position, dead)
         self.tokens: dict[int, list[int]] = {}
-        self.open_cohorts = 0
+        self.open_micro_batches = 0
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -82,20 +82,20 @@ class ToyStages:
             for p in range(s.start, s.start + s.num_tokens):
                 self.rows.append((i, p, s.request.token_ids[p], list(s.request.blocks)))
 
-    def launch(self, cohort: Cohort) -> None:
-        self.open_cohorts += 1
-        self.tokens[cohort.number] = [r.request.token_ids[r.position] for r in cohort.rows]
-        self.replan(cohort)
+    def dispatch(self, micro_batch: MicroBatch) -> None:
+        self.open_micro_batches += 1
+        self.tokens[micro_batch.number] = [r.request.token_ids[r.position] for r in micro_batch.rows]
+        self.replan(micro_batch)
 
-    def replan(self, cohort: Cohort) -> None:
-        self.plans[cohort.number] = [
-            ([] if i in cohort.dead else list(r.request.blocks), r.position, i in cohort.dead)
-            for i, r in enumerate(cohort.rows)
+    def replan(self, micro_batch: MicroBatch) -> None:
+        self.plans[micro_batch.number] = [
+            ([] if i in micro_batch.dead else list(r.request.blocks), r.position, i in micro_batch.dead)
+            for i, r in enumerate(micro_batch.rows)
         ]
 
-    def finish(self, cohort: Cohort) -> None:
-        self.open_cohorts -= 1
-        del self.plans[cohort.number], self.tokens[cohort.number]
+    def finish(self, micro_batch: MicroBatch) -> None:
+        self.open_micro_batches -= 1
+        del self.plans[micro_batch.number], self.tokens[micro_batch.number]
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -116,12 +116,12 @@ class ToyStages:
 
         return Op("attention", GPU, Work("decode_attention", 0, 0, len(rows)), run, layer=layer)
 
-    def linear(self, layer: int, batch: Batch | None, cohorts: Sequence[Cohort]) -> Op:
+    def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         state, kv, rows = (self.state, self.kv, self.rows) if batch is not None else ({}, {}, [])
         segments = batch.segments if batch is not None else ()
         parts = [
             (range(c.first_slot, c.first_slot + len(c.rows)), [r.position for r in c.rows], self.tokens[c.number])
-            for c in cohorts
+            for c in micro_batches
         ]
         last = layer == self.num_layers - 1
 
@@ -148,25 +148,25 @@ class ToyStages:
             sampled = [state["x"][k] % VOCAB for k in ends]
             return sampled + [self.residual[slot] % VOCAB for slots, _, _ in parts for slot in slots]
 
-        requests = tuple(s.request.request_id for s in segments) + tuple(r for c in cohorts for r in c.requests)
-        count = len(rows) + sum(len(c.rows) for c in cohorts)
+        requests = tuple(s.request.request_id for s in segments) + tuple(r for c in micro_batches for r in c.requests)
+        count = len(rows) + sum(len(c.rows) for c in micro_batches)
         return Op("linear", GPU, Work("linear", 0, 0, count), run, layer=layer, requests=requests)
 
-    def send(self, cohort: Cohort) -> Op:
-        slots = range(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+    def send_qkv(self, micro_batch: MicroBatch) -> Op:
+        slots = range(micro_batch.first_slot, micro_batch.first_slot + len(micro_batch.rows))
 
         def run() -> None:
             for slot in slots:
                 self.host_qkv[slot] = self.dev_qkv[slot]
 
-        return self._cohort_op("send", D2H, "copy", cohort, run)
+        return self._micro_batch_op("send_qkv", D2H, "copy", micro_batch, run)
 
-    def cpu_attention(self, cohort: Cohort, priority: int) -> Op:
-        plan, layer = self.plans[cohort.number], cohort.layer
+    def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
+        plan, layer = self.plans[micro_batch.number], micro_batch.layer
 
         def run() -> None:
             for k, (blocks, position, dead) in enumerate(plan):
-                slot = cohort.first_slot + k
+                slot = micro_batch.first_slot + k
                 if dead:
                     self.host_out[slot] = 0
                     continue
@@ -174,30 +174,30 @@ class ToyStages:
                 self.cpu.values[layer][self.cpu.slot(blocks, position)] = own
                 self.host_out[slot] = attend(q, self.cpu.read(layer, blocks, position + 1))
 
-        op = self._cohort_op("cpu_attention", CPU, "decode_attention", cohort, run)
+        op = self._micro_batch_op("cpu_attention", CPU, "decode_attention", micro_batch, run)
         op.priority = priority
         return op
 
-    def fetch(self, cohort: Cohort) -> Op:
-        slots = range(cohort.first_slot, cohort.first_slot + len(cohort.rows))
+    def fetch_output(self, micro_batch: MicroBatch) -> Op:
+        slots = range(micro_batch.first_slot, micro_batch.first_slot + len(micro_batch.rows))
 
         def run() -> None:
             for slot in slots:
                 self.dev_out[slot] = self.host_out[slot]
 
-        return self._cohort_op("fetch", H2D, "copy", cohort, run)
+        return self._micro_batch_op("fetch_output", H2D, "copy", micro_batch, run)
 
-    def pull(self, layer: int, segment: Segment) -> Op:
+    def load_kv(self, layer: int, segment: Segment) -> Op:
         blocks = list(segment.request.blocks)
 
         def run() -> None:
             self.staging = self.cpu.read(layer, blocks, segment.start)
 
         return Op(
-            "pull", H2D, Work("copy", 0, 0, segment.start), run, layer=layer, requests=(segment.request.request_id,)
+            "load_kv", H2D, Work("copy", 0, 0, segment.start), run, layer=layer, requests=(segment.request.request_id,)
         )
 
-    def hand_down(self, layer: int, segment: Segment) -> Op:
+    def offload_kv(self, layer: int, segment: Segment) -> Op:
         kv, rows, index = self.kv, self.rows, self.batch.segments.index(segment)
         assert segment.tier == CPU_TIER
         blocks = list(segment.request.blocks)
@@ -208,7 +208,7 @@ class ToyStages:
                     self.cpu.values[layer][self.cpu.slot(blocks, p)] = value
 
         return Op(
-            "hand_down",
+            "offload_kv",
             D2H,
             Work("copy", 0, 0, segment.num_tokens),
             run,
@@ -216,6 +216,6 @@ class ToyStages:
             requests=(segment.request.request_id,),
         )
 
-    def _cohort_op(self, name: str, lane: str, kind: str, cohort: Cohort, run) -> Op:
-        work = Work(kind, 0, 0, len(cohort.rows))
-        return Op(name, lane, work, run, layer=cohort.layer, requests=cohort.requests)
+    def _micro_batch_op(self, name: str, lane: str, kind: str, micro_batch: MicroBatch, run) -> Op:
+        work = Work(kind, 0, 0, len(micro_batch.rows))
+        return Op(name, lane, work, run, layer=micro_batch.layer, requests=micro_batch.requests)

@@ -1,0 +1,112 @@
+"""The stages of a model that only has a price: the same ops as the real one, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
+from hybridattn.core.shapes import ModelShape
+from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Segment
+from hybridattn.cost.pricing import Together
+from hybridattn.cost.stages_cost import ModelCost, batch_attention
+
+EXPOSED = "exposed"
+
+
+class PricedStages:
+    """Ops with work and no closure, for the simulator. Output lengths are declared: every token id is 0.
+
+    Linear ops are made once per layer and number of rows and used again: nobody changes an op after it was made.
+
+    Parameters
+    ----------
+    exposed : bool
+        Each linear stage while CPU rows are in flight also holds work of the kind ``exposed``, which the pricing must
+        know: time in which the GPU stands still, e.g. for launches that are not hidden.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: str, kv_dtype: str = "", exposed: bool = False) -> None:
+        self.num_layers = shape.num_layers
+        self.cost = ModelCost(shape, dtype, kv_dtype)
+        self._attention = self.cost.decode_attention(0, 0)
+        self._attending: dict[int, tuple[Work, Work, Work]] = {}  # micro-batch -> copy down, attention, copy up
+        self._linear: dict[tuple[int, int, bool], Op] = {}
+        self._exposed = Work(EXPOSED, 0.0, 0, 1) if exposed else None
+        self._tokens = 0
+        self._alone_kv_tokens = 0
+
+    def begin(self, batch: Batch) -> None:
+        self._tokens = batch.num_tokens
+        self._attention = batch_attention(self.cost, batch)  # the same at every layer
+
+    def dispatch(self, micro_batch: MicroBatch) -> None:
+        self.replan(micro_batch)
+
+    def replan(self, micro_batch: MicroBatch) -> None:
+        rows = micro_batch.size
+        attention = self.cost.decode_attention(rows - len(micro_batch.dead), micro_batch.kv_tokens)
+        self._attending[micro_batch.number] = self.cost.send_qkv(rows), attention, self.cost.fetch_output(rows)
+
+    def finish(self, micro_batch: MicroBatch) -> None:
+        del self._attending[micro_batch.number]
+
+    def attention(self, layer: int, batch: Batch) -> Op:
+        return Op("attention", GPU, self._attention, None, layer)
+
+    def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
+        count = self._tokens if batch is not None else 0
+        for micro_batch in micro_batches:
+            count += micro_batch.size
+        exposed = self._exposed is not None and bool(self._attending)
+        if layer < self.num_layers - 1:
+            op = self._linear.get((layer, count, exposed))
+            if op is None:
+                work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
+                op = self._linear[layer, count, exposed] = Op("linear", GPU, self._with(work, exposed), layer=layer)
+            return op
+        rows = sum([c.size for c in micro_batches])
+        sampled = rows + (sum([s.samples for s in batch.segments]) if batch is not None else 0)
+        return Op("linear+sample", GPU, self._with(self.cost.last(count, sampled), exposed), layer=layer)
+
+    def _with(self, work: Work, exposed: bool) -> Work:
+        return Together(work, self._exposed) if exposed and self._exposed is not None else work
+
+    def alone(self, batch: Batch, step: int) -> tuple[Op, Op, Op, Op, int]:
+        """A decode step of these rows, ``step`` tokens later: first stage, attention and linear stage of each layer,
+        last stage; and the number of layers."""
+        rows = len(batch.segments)
+        if step == 0:
+            self.begin(batch)
+            self._alone_kv_tokens = sum(s.start + 1 for s in batch.segments)
+        attention = Op("attention", GPU, self.cost.decode_attention(rows, self._alone_kv_tokens + step * rows))
+        linear = self.linear(0, batch, ()) if self.num_layers > 1 else attention
+        return (
+            self.linear(-1, batch, ()),
+            attention,
+            linear,
+            self.linear(self.num_layers - 1, batch, ()),
+            self.num_layers,
+        )
+
+    def send_qkv(self, micro_batch: MicroBatch) -> Op:
+        work = self._attending[micro_batch.number][0]
+        return Op("send q,k,v", D2H, work, None, micro_batch.layer, micro_batch.requests)
+
+    def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
+        work = self._attending[micro_batch.number][1]
+        return Op("attention", CPU, work, None, micro_batch.layer, micro_batch.requests, priority)
+
+    def fetch_output(self, micro_batch: MicroBatch) -> Op:
+        work = self._attending[micro_batch.number][2]
+        return Op("fetch output", H2D, work, None, micro_batch.layer, micro_batch.requests)
+
+    def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
+        """K,V of a whole request goes from ``blocks`` of tier ``source`` to its blocks of the other."""
+        lane = D2H if source == GPU_TIER else H2D
+        return Op("move k,v", lane, self.cost.move_request(tokens), requests=(request.request_id,))
+
+    def load_kv(self, layer: int, segment: Segment) -> Op:
+        return Op("load k,v", H2D, self.cost.offload_kv(segment.start), layer=layer)
+
+    def offload_kv(self, layer: int, segment: Segment) -> Op:
+        return Op("offload k,v", D2H, self.cost.offload_kv(segment.num_tokens), layer=layer)

@@ -1,0 +1,301 @@
+"""The engine loop: arrivals, one step at a time, tokens to their requests, records at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.device import Device, Span
+from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
+from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
+from hybridattn.core.request import DeclaredTokens, Request
+from hybridattn.core.stages import Batch, Stages
+from hybridattn.engine.output import Event, OutputProcessor
+from hybridattn.engine.request_queue import RequestQueue
+from hybridattn.executor.executor import Executor
+from hybridattn.policies.base import Policy, StepView
+from hybridattn.scheduler.scheduler import Plan, Scheduler
+from hybridattn.scheduler.swaps import Move
+
+
+class Engine:
+    """One model on one device under one policy. Not thread-safe: a single driver thread calls it.
+
+    After an error of a lane the engine is ``broken``: its requests have ended with that error, their blocks are back,
+    and every further call raises it again. A new engine can be made in the same process.
+
+    Parameters
+    ----------
+    eos_ids : ids that end a request
+    on_broken : called once when the engine breaks, e.g. to end what planned for it
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        device: Device,
+        policy: Policy,
+        config: EngineConfig,
+        eos_ids: frozenset[int] = frozenset(),
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device = device
+        self.policy = policy
+        self.config = config
+        self.broken: HybridAttnError | None = None
+        self.scheduler = Scheduler(config, policy, self._ended, can_move=hasattr(stages, "move"))
+        self.executor = Executor(
+            stages,
+            device,
+            policy,
+            max_rows=config.max_num_seqs,
+            run_ahead=config.run_ahead,
+            op_timeout_ns=config.op_timeout_ns,
+            on_release=lambda request: self.scheduler.released(request, device.now_ns()),
+            any_leaving=lambda: self.scheduler.leaving > 0,
+        )
+        self._on_broken = on_broken
+        self._plans = type(policy).begin is not Policy.begin
+        self._ended_requests: list[RequestRecord] = []
+        self.on_record: Callable[[RequestRecord], None] = self._ended_requests.append
+        self._output = OutputProcessor(self.scheduler, eos_ids)
+        self._requests: dict[str, Request] = {}
+        self._queue = RequestQueue(config.max_model_len)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int] | DeclaredTokens,
+        max_tokens: int | None,
+        params: object = None,
+        *,
+        request_id: str | None = None,
+        arrival_ns: int | None = None,
+        session: str = "",
+        keep: bool = True,
+    ) -> Request:
+        """Queue a request.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+            Token ids, at least one; for a simulation only their number.
+        max_tokens : int or None
+            Output tokens at most, at least 1; cut to the room that ``max_model_len`` leaves (None: all of it).
+        arrival_ns : int, optional
+            When it arrives on the device's clock; default now.
+        session : str, optional
+            The conversation that this is a turn of. K,V of the turn before are found again for as many tokens as its
+            context and ``prompt`` (history included) have in common from the start.
+        keep : bool
+            With ``session``: keep K,V at the end, for the next turn; they rest on the CPU tier where that has room
+            (``EngineConfig.pause_tier``), and go as soon as a running request needs the blocks.
+
+        Raises
+        ------
+        InputError
+            Empty prompt, no token asked for, a prompt that leaves no room for one, a request id in use.
+        CapacityError
+            No tier that the policy allows can ever hold it.
+        """
+        self._refuse_if_broken()
+        now_ns = self.device.now_ns()
+        when_ns = now_ns if arrival_ns is None else arrival_ns
+        request = self._queue.request(prompt, max_tokens, params, request_id, when_ns, self._requests)
+        request.session, request.keep = session, bool(session) and keep
+        self.scheduler.refuse_impossible(request)
+        if not self._queue.accept(request, now_ns):
+            self.scheduler.add(request)
+        self._requests[request.request_id] = request
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; unknown and finished ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if not self._queue.withdraw(request):
+            self.scheduler.end(request, "abort", self.device.now_ns())
+            return
+        request.finish_reason, request.end_ns = "abort", max(request.arrival_ns, self.device.now_ns())
+        self._ended(request)
+
+    def move(self, request_id: str, tier: str) -> bool:
+        """Move K,V of a decoding request to ``tier``, beside the steps; it decodes on there once they have arrived.
+
+        Policies move requests by themselves; this is for who wants to choose. False when nothing was begun: the id is
+        unknown, the prompt is under way, its row is in flight, or the tier has no room.
+        """
+        self._refuse_if_broken()
+        if tier not in self.policy.tiers:
+            raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {', '.join(self.policy.tiers)}")
+        request = self._requests.get(request_id)
+        move = self.scheduler.move(request, tier) if request is not None else None
+        if move is None:
+            return False
+        try:
+            self._begin(move)
+        except HybridAttnError as error:
+            self._fail(error)
+            raise
+        return True
+
+    def end_session(self, session: str) -> None:
+        """Forget the context of a session; unknown ones are ignored. With no request left its pages are back then."""
+        self.scheduler.contexts.drop(session)
+        if not self.unfinished and self.broken is None:
+            self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
+
+    @property
+    def unfinished(self) -> int:
+        return self.scheduler.unfinished + len(self._queue)
+
+    @property
+    def next_arrival_ns(self) -> int | None:
+        """When the next request arrives that was added ahead of its time."""
+        return self._queue.next_ns
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One step. Returns the tokens it brought; with nothing to do yet, sleeps until the next arrival."""
+        self._refuse_if_broken()
+        try:
+            return self._step()
+        except HybridAttnError as error:
+            self._fail(error)
+            raise
+        except BaseException as error:  # Ctrl-C, no memory for a plan: ops are in flight that nobody owns any more
+            cut = DeviceError(f"a step was cut short by {type(error).__name__}: {error}".removesuffix(": "))
+            self._fail(cut)
+            if isinstance(error, Exception):
+                raise cut from error
+            raise
+
+    def _step(self) -> list[Event]:
+        if self.scheduler.contexts and self.executor.moves:
+            self.executor.moves.arrive()  # while nothing ran, contexts came to rest
+        now_ns = self.device.now_ns()
+        for request in self._queue.due(now_ns):
+            self.scheduler.add(request)
+        plan = self._plan(now_ns)
+        if plan.batch is None and not plan.idle and not self.executor.micro_batches:
+            self._idle()
+            return []
+        if plan.batch is not None and self.executor.can_repeat and self._repeat(plan.batch):
+            return []
+        view = self._step_view(now_ns, plan.batch) if self._plans else None
+        sampled = self.executor.run(plan.batch, plan.idle, view)
+        if plan.batch is not None:
+            self.scheduler.passed(plan.batch)
+        events = [self._output.deliver(s) for s in sampled]
+        for move in self.scheduler.park():
+            self._begin(move)
+        return events
+
+    def _plan(self, now_ns: int) -> Plan:
+        """What the step may do, with its moves begun, or made where the policy lets the step wait for them."""
+        plan = self.scheduler.schedule(now_ns)
+        for move in plan.moves:
+            self._begin(move)
+        if plan.moves and self.policy.moves_block:
+            self.executor.moves.wait_all()
+            plan = self.scheduler.schedule(self.device.now_ns())
+            for move in plan.moves:
+                self._begin(move)
+        return plan
+
+    def _begin(self, move: Move) -> None:
+        def moved() -> None:
+            self.scheduler.moved(move, self.device.now_ns())
+
+        self.executor.move(move.request, move.source, move.blocks, move.tokens, moved)
+
+    def _repeat(self, batch: Batch) -> bool:
+        """Passes that are certain to hold exactly these rows, as one priced step each (simulator only).
+
+        Their tokens go to the requests without events, so a request that wants events or may stop by itself takes the
+        pass-by-pass way.
+        """
+        steps = self.scheduler.quiet_steps(batch)
+        requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]
+        if steps < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):
+            return False
+        times_ns = self.executor.repeat(batch, steps, self._queue.next_ns)
+        self.scheduler.reserve_ahead(batch, len(times_ns))
+        ids = [0] * len(times_ns)
+        for request in requests:
+            request.token_ids.extend(ids)
+            request.token_ns.extend(times_ns)
+            request.num_computed = len(request.token_ids) - 1
+        return True
+
+    def _step_view(self, now_ns: int, batch: Batch | None) -> StepView:
+        """What a policy that plans sees before each step."""
+        rows, kv_tokens = self.scheduler.cpu_load()
+        return StepView(
+            number=self.executor.step_number,
+            now_ns=now_ns,
+            gpu_rows=batch.num_decodes if batch is not None else 0,
+            gpu_kv_tokens=batch.decode_kv_tokens if batch is not None else 0,
+            cpu_rows=rows,
+            cpu_kv_tokens=kv_tokens,
+            prefill_tokens=batch.prefill_tokens if batch is not None else 0,
+            tokens=self.executor.tokens,
+            cpu_factor=self.executor.forecast.cpu_factor if self.executor.forecast is not None else 1.0,
+            waiting=len(self.scheduler.waiting),
+        )
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        while self.unfinished:
+            self.step()
+
+    def _idle(self) -> None:
+        if self.executor.moves:
+            self.executor.moves.wait()
+        elif self._queue.next_ns is not None:
+            self.device.sleep_until_ns(self._queue.next_ns)
+        elif self.scheduler.unfinished:
+            raise self.scheduler.stall()
+
+    def _ended(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self.on_record(request.record())
+
+    def _refuse_if_broken(self) -> None:
+        if self.broken is not None:
+            raise type(self.broken)(f"this engine stopped earlier: {self.broken}") from self.broken
+
+    def _fail(self, error: HybridAttnError) -> None:
+        """Nothing is in flight for us any more: every request ends with the error, every block goes back."""
+        self.broken = error
+        self._on_broken()
+        self.scheduler.give_up_moves()
+        now_ns = self.device.now_ns()
+        for request in self._queue.clear():
+            request.finish_reason, request.error, request.end_ns = "error", str(error), max(request.arrival_ns, now_ns)
+            self._ended(request)
+        for request in self.scheduler.running + self.scheduler.waiting:
+            request.in_flight = False
+            request.error = str(error)
+            self.scheduler.end(request, "error", now_ns)
+
+    def take_records(self) -> RunRecords:
+        """Records of the requests that ended, and of the steps, since the last call (none that went to a sink)."""
+        taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), list(self.executor.steps))
+        self._ended_requests.clear()
+        self.executor.steps.clear()
+        return taken
+
+    def send_records(
+        self, on_record: Callable[[RequestRecord], None], on_step: Callable[[StepRecord], None] | None = None
+    ) -> None:
+        """From now on give records to these sinks (passes to nobody, if None) and keep none: memory stays flat."""
+        self.on_record = on_record
+        self.executor.on_step = on_step
+
+    def drain(self) -> list[Span]:
+        """Wait for what is still on the lanes; the spans since the last call."""
+        return self.device.drain(self.config.op_timeout_ns)

@@ -1,0 +1,1 @@
+"""The layer loop: micro-batches in flight, decisions, submission, statistics of a step."""

@@ -1,0 +1,81 @@
+"""When will a micro-batch's attention be back? Predicted from prices, put right by what was measured.
+
+    driver   |send(c) submitted|
+    d2h           |copy|
+    cpu      earlier work ...|-- attention of c --|         predicted: max(cpu free, now + copy) + price * factor
+
+The factor is a moving average of measured over priced time of the CPU's attention, so a CPU that was misjudged is
+known for what it is after a few ops.
+"""
+
+from __future__ import annotations
+
+from hybridattn.core.op import CPU
+from hybridattn.core.stages import Batch, MicroBatch
+from hybridattn.cost.correction import Correction
+from hybridattn.cost.costs import Costs
+
+_KIND = "decode_attention"
+
+
+class Forecast:
+    """Predicted returns of the micro-batches in flight of one executor."""
+
+    __slots__ = ("_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._correction = Correction(weight=0.2)
+        self._away: dict[int, MicroBatch] = {}  # not known to be back
+        self._prices_ns: dict[
+            int, tuple[int, int]
+        ] = {}  # of a micro-batch's attention at a layer, and of its copy down
+        self.cpu_factor = 1.0
+        self.cpu_free_ns = 0
+        self.gpu_free_ns = 0
+
+    def linear_ns(self, rows: int) -> int:
+        return self._costs.linear_ns(rows)
+
+    def attention_ns(self, batch: Batch) -> int:
+        """GPU attention of the step's rows at one layer."""
+        return self._costs.attention_ns(batch.num_decodes, batch.decode_kv_tokens, batch.chunks)
+
+    def gpu_works(self, now_ns: int, rows: int) -> None:
+        """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
+        self.gpu_free_ns = max(self.gpu_free_ns, now_ns) + self._costs.linear_ns(rows)
+
+    def sent(self, micro_batch: MicroBatch, now_ns: int) -> None:
+        """The micro-batch's q, k, v go down as soon as the GPU is through, and its attention follows."""
+        prices_ns = self._prices_ns.get(micro_batch.number)
+        if prices_ns is None:
+            prices_ns = (
+                self._costs.cpu_ns(micro_batch.size, micro_batch.kv_tokens),
+                self._costs.down_ns(micro_batch.size),
+            )
+            self._prices_ns[micro_batch.number] = prices_ns
+        priced, down_ns = prices_ns
+        start = max(self.cpu_free_ns, now_ns + down_ns, self.gpu_free_ns + down_ns)
+        micro_batch.return_ns = self.cpu_free_ns = start + int(priced * self.cpu_factor)
+        self._away[micro_batch.number] = micro_batch
+
+    def returned(self, micro_batch: MicroBatch) -> None:
+        """Its future has ended: learn from what it took. Called once per attention; later calls teach nothing."""
+        if self._away.pop(micro_batch.number, None) is None:
+            return
+        future, priced = micro_batch.future, self._prices_ns[micro_batch.number][0]
+        end_ns, took_ns = future.end_ns, future.end_ns - future.start_ns
+        if took_ns != priced or self.cpu_factor != 1.0:  # else there is nothing to learn
+            self._correction.observe(CPU, _KIND, priced, took_ns)
+            self.cpu_factor = self._correction.factor(CPU, _KIND)
+        late_ns = end_ns - micro_batch.return_ns
+        if late_ns:  # what is queued behind it shifts as well
+            self.cpu_free_ns += late_ns
+            for other in self._away.values():
+                other.return_ns += late_ns
+            micro_batch.return_ns = end_ns
+
+    def forget(self, micro_batch: MicroBatch) -> None:
+        """It is through, or rows of it died."""
+        self._away.pop(micro_batch.number, None)
+        self._prices_ns.pop(micro_batch.number, None)

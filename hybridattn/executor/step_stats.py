@@ -1,0 +1,54 @@
+"""The step under way: its number, what its batch holds, what happened in it, and the record it becomes."""
+
+from __future__ import annotations
+
+from hybridattn.core.records import StepRecord
+from hybridattn.core.stages import Batch
+
+
+class StepStats:
+    """One of these serves all steps of an executor; ``begin`` sets the counts back.
+
+    ``gpu_kv_tokens`` are the keys of the batch's decode rows, ``gpu_tokens`` its rows, prompt tokens included.
+    ``gpu_made`` counts tokens that GPU rows got, ``row_layers`` CPU rows that advanced by a layer, micro-batch by
+    micro-batch.
+    """
+
+    __slots__ = (
+        "micro_batches", "cpu_rows", "detours", "gpu_kv_tokens", "gpu_made", "gpu_tokens", "joins", "layers_advanced",
+        "number", "polls_hit", "polls_made", "row_layers", "skips", "started_ns", "waits",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.begin(0)
+
+    def begin(self, started_ns: int) -> None:
+        self.started_ns = started_ns
+        self.micro_batches = self.cpu_rows = self.gpu_kv_tokens = self.gpu_tokens = self.gpu_made = 0
+        self.polls_made = self.polls_hit = self.joins = self.skips = self.waits = self.detours = 0
+        self.layers_advanced = self.row_layers = 0
+
+    def hold(self, batch: Batch) -> None:
+        """The GPU rows of the step are those of ``batch``."""
+        self.gpu_kv_tokens = batch.decode_kv_tokens
+        self.gpu_tokens = batch.num_tokens
+
+    def record(self, end_ns: int, batch: Batch | None) -> StepRecord:
+        """The record of the step of ``batch`` that ends now."""
+        return StepRecord(
+            index=self.number,
+            start_ns=self.started_ns,
+            end_ns=end_ns,
+            gpu_rows=len(batch.segments) if batch is not None else 0,
+            prefill_tokens=batch.prefill_tokens if batch is not None else 0,
+            cpu_rows=self.cpu_rows,
+            micro_batches=self.micro_batches,
+            layers_advanced=self.layers_advanced,
+            polls_made=self.polls_made,
+            polls_hit=self.polls_hit,
+            joins=self.joins,
+            skips=self.skips,
+            waits=self.waits,
+            detours=self.detours,
+        )

@@ -1,0 +1,283 @@
+"""The front door for Python users: prompts in, text out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.errors import InputError
+from hybridattn.core.params import SamplingParams
+from hybridattn.core.provenance import git_commit
+from hybridattn.core.records import RunRecords
+from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.core.trace import Trace
+from hybridattn.cost.profile import Profile
+from hybridattn.devices.registry import open_device
+from hybridattn.engine.call import Call, Output, Piece
+from hybridattn.engine.engine import Engine
+from hybridattn.engine.session import Session
+from hybridattn.models.load import load
+from hybridattn.models.stream import TextStream
+from hybridattn.models.torch_stages import TorchStages
+from hybridattn.planning.choice import PolicyChoice
+from hybridattn.policies.base import Policy
+
+
+class LLM:
+    """A model on a device under a policy.
+
+    Parameters
+    ----------
+    model : str or LoadedModel
+        ``smollm2-135m`` (embedded), a safetensors folder, a GGUF file, or ``dummy:<shape>``. What
+        ``hybridattn.models.load.load`` returned may be given instead, to share weights between several LLMs.
+    device : str
+        ``host``; ``cuda`` is refused with the reason where it cannot be used, never replaced.
+    policy : str or Policy
+        ``gpu_only``, ``sync_offload``, ``async_overlap``, ``asymmetric``, ``adaptive``, ``auto``, or ``module:Class``.
+        The last two plan by a profile of this machine, in a process of their own.
+    dtype : str
+        ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless
+        ``kv_dtype`` is given, K and V.
+    gpu_kv_blocks, cpu_kv_blocks : int
+        Pages per tier, all layers included.
+    pause_tier : str
+        Where K,V of a :meth:`session` rest between its turns: ``cpu`` or ``gpu``.
+    cpu_fraction : float, optional
+        Force this share of the requests onto the CPU tier.
+    profile : str, Path or Profile, optional
+        Measured machine that ``adaptive`` and ``auto`` plan by; default: what ``hybridattn calibrate`` wrote.
+        ``asymmetric`` decides by it where it is given, else it lets all CPU rows run.
+    policy_options, device_options : dict, optional
+        Passed to the policy and the device.
+    record : bool
+        Keep spans for :meth:`trace`.
+
+    Raises
+    ------
+    InputError
+        Unknown model, policy, device or dtype; limits that cannot be met; not enough memory.
+
+    Examples
+    --------
+    >>> from hybridattn import LLM, SamplingParams
+    >>> with LLM(model="smollm2-135m", policy="async_overlap") as llm:
+    ...     out = llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2-135m",
+        device: str = "host",
+        policy: str | Policy = "async_overlap",
+        *,
+        dtype: str = "fp32",
+        kv_dtype: str | None = None,
+        gpu_kv_blocks: int = 128,
+        cpu_kv_blocks: int = 256,
+        page_size: int = 32,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        run_ahead: int = 2,
+        op_timeout_s: float = 60.0,
+        pause_tier: str = CPU_TIER,
+        cpu_fraction: float | None = None,
+        profile: str | Path | Profile | None = None,
+        policy_options: dict[str, Any] | None = None,
+        device_options: dict[str, Any] | None = None,
+        backend: str = "native",
+        record: bool = True,
+    ) -> None:
+        options = dict(policy_options or {})
+        if cpu_fraction is not None:
+            options["cpu_fraction"] = cpu_fraction
+        choice = PolicyChoice(policy, options, profile)
+        dtypes = ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
+        if dtype not in dtypes:
+            raise InputError(f"dtype must be {' or '.join(dtypes)} on device '{device}', got '{dtype}'")
+        op_timeout_ns = _nanoseconds("op_timeout_s", op_timeout_s)
+        self.device = open_device(device, record=record, **(device_options or {}))
+        try:
+            where = getattr(self.device, "torch_device", "cpu")
+            self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
+            if not hasattr(self.model, "weights"):
+                raise InputError(f"model must be a name or what hybridattn.models.load.load returned, got {model!r}")
+            limit = self.model.config.shape.max_model_len
+            config = EngineConfig(
+                gpu_kv_blocks=gpu_kv_blocks,
+                cpu_kv_blocks=cpu_kv_blocks,
+                page_size=page_size,
+                max_model_len=min(limit, 2048) if max_model_len is None else max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                run_ahead=run_ahead,
+                op_timeout_ns=op_timeout_ns,
+                pause_tier=pause_tier,
+            )
+            if config.max_model_len > limit:
+                name = self.model.config.shape.name
+                raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
+            self.stages = TorchStages(self.model, self.device, config, kv_dtype or dtype, backend)
+            self.policy, self.planner = choice.make(
+                self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
+            )
+        except BaseException as error:
+            self.device.close()  # or its threads would outlive a refused argument
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
+                raise InputError(f"this machine has too little memory for what was asked: {error}") from error
+            raise
+        self.config = config
+        self._sessions = 0
+        self._new_text: Callable[[SamplingParams], Any] | None = None
+        if self.model.tokenizer is not None:
+            pieces = self.model.tokenizer.pieces
+            self._new_text = lambda p: TextStream(pieces, p.stop, p.skip_special_tokens)
+        stop_planning = self.planner.close if self.planner is not None else lambda: None
+        eos_ids = frozenset(self.model.config.eos_ids)
+        self.engine = Engine(self.stages, self.device, self.policy, config, eos_ids, stop_planning)
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Answer all prompts, batched; outputs in the order of the prompts.
+
+        Parameters
+        ----------
+        prompts : str, list of str, or list of token id lists
+        params : SamplingParams, or one per prompt; default greedy, 16 tokens
+
+        Raises
+        ------
+        InputError
+            A prompt that is empty, too long or fits no tier; nothing of the call has run then.
+        DeviceError
+            A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more.
+        """
+        call = self.start(prompts, params)
+        for _ in call.pieces():
+            pass
+        return call.outputs()
+
+    def stream(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Piece]:
+        """Like :meth:`generate`, but yields each token as it comes. Closing the iterator aborts what is left."""
+        return self.start(prompts, params).pieces()
+
+    def start(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Call:
+        """Queue prompts; the call streams with ``pieces()`` and then has ``outputs()``."""
+        return Call(self.engine, self._new_text, *self._checked(prompts, params))
+
+    def session(self, name: str | None = None) -> Session:
+        """A conversation: each turn goes on from the one before, whose K,V are kept and found again.
+
+        Between turns they rest on the CPU tier where it has room (argument ``pause_tier``), and give way to requests
+        that run; a turn that does not find them computes its history again, with the same tokens.
+
+        Examples
+        --------
+        >>> with LLM() as llm, llm.session() as chat:
+        ...     plan = chat.generate("Name a city.", SamplingParams(max_tokens=8))
+        ...     answer = chat.generate(" Tool result: sunny. So")
+        """
+        if name is None:
+            self._sessions += 1
+            name = f"session-{self._sessions}"
+        if not isinstance(name, str) or not name:
+            raise InputError(f"a session's name must be a text that is not empty, got {name!r}")
+        return Session(name, self._begin_turn, self.engine.end_session)
+
+    def _begin_turn(self, name: str, context: list[int], prompt: Any, params: SamplingParams | None) -> Call:
+        one = prompt if isinstance(prompt, str) else [prompt]
+        (((text, ids),), (chosen,)) = self._checked(one, params)
+        tokenizer = self.model.tokenizer
+        prefix = list(tokenizer.prefix_ids) if tokenizer is not None and context and text is not None else []
+        if prefix and ids[: len(prefix)] == prefix:
+            ids = ids[len(prefix) :]  # a context begins only once
+        return Call(self.engine, self._new_text, [(text, context + ids)], [chosen], name)
+
+    def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
+        """Encoded prompts and one SamplingParams for each."""
+        if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
+            raise InputError(f"prompts must be a text or a sequence of prompts, got {type(prompts).__name__}")
+        encoded = [self._encode(i, p) for i, p in enumerate([prompts] if isinstance(prompts, str) else prompts)]
+        if params is None or isinstance(params, SamplingParams):
+            return encoded, [params or SamplingParams()] * len(encoded)
+        chosen = list(params) if isinstance(params, Sequence) else [params]
+        wrong = next((p for p in chosen if not isinstance(p, SamplingParams)), None)
+        if wrong is not None or None in chosen:
+            raise InputError(f"params must be a SamplingParams or one per prompt, got {wrong!r}")
+        if len(chosen) != len(encoded):
+            raise InputError(
+                f"params must hold one SamplingParams per prompt: {len(chosen)} for {len(encoded)} prompts"
+            )
+        return encoded, chosen
+
+    def _encode(self, index: int, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, self._token_ids(index, prompt)
+        if self.model.tokenizer is None:
+            raise InputError("a dummy model has no tokenizer: give token ids instead of text")
+        return prompt, self.model.tokenizer.encode(prompt) if prompt else []
+
+    def _token_ids(self, index: int, prompt: Any) -> list[int]:
+        """Integers of any kind (numpy's and torch's included), within the vocabulary."""
+        try:
+            ids = [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise InputError(f"prompt {index} must be a text or a sequence of integer token ids: {error}") from error
+        vocab = self.model.config.shape.vocab_size
+        outside = next((t for t in ids if not 0 <= t < vocab), None)
+        if outside is not None:
+            raise InputError(f"prompt {index}: token id {outside} lies outside the vocabulary 0..{vocab - 1}")
+        return ids
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        """The spans since the last call, with where they come from. Waits (bounded) for ops still running."""
+        spans = self.engine.drain()
+        spread_ns = getattr(self.device, "clock_spread_ns", 0)
+        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans, spread_ns)
+
+    def take_records(self) -> RunRecords:
+        """Records of the requests that ended, and of the steps, since the last call (see ``hybridattn.metrics``)."""
+        return self.engine.take_records()
+
+    def free_blocks(self) -> dict[str, int]:
+        """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished and no
+        session is open."""
+        return {tier: self.engine.scheduler.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
+
+    def close(self) -> None:
+        """Stop planning and the lanes (bounded); idempotent."""
+        if self.planner is not None:
+            self.planner.close()
+        self.device.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _nanoseconds(name: str, seconds: Any) -> int:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise InputError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    return max(1, int(seconds * 1e9))

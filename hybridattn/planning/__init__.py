@@ -1,0 +1,1 @@
+"""Predictions by short simulations, and the process that plans beside the steps."""

@@ -1,0 +1,42 @@
+"""The process that plans: reads questions from its input, writes answers to its output, ends with either.
+
+Started by ``hybridattn.planning.planner.Planner`` as a program of its own, so that nothing of the user's is imported
+again, and torch never.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from functools import partial
+
+from hybridattn.cost.machine import driver_of
+from hybridattn.cost.table import ExtrapolationWarning
+from hybridattn.planning.messages import Failed, Setup, answer_line, read_question
+from hybridattn.planning.predict import by_simulation, open_priced
+
+NICENESS = 10  # it shares its core with those who serve
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that serves; it ends us
+    os.nice(NICENESS)
+    warnings.simplefilter("ignore", ExtrapolationWarning)  # said where the answers are used
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    first = questions.readline()
+    if not first:
+        return
+    setup = Setup.read(first)
+    costs, predict = setup.costs(), by_simulation(partial(open_priced, **driver_of(setup.profile)))
+    for line in questions:  # until nobody asks any more
+        try:
+            said = answer_line(*read_question(line).answer(costs, predict))
+        except Exception as error:  # the process that serves goes on without, and says why
+            said = Failed(f"{type(error).__name__}: {error}").line()
+        try:
+            answers.write(said)
+            answers.flush()
+        except BrokenPipeError:
+            return

@@ -1,0 +1,1 @@
+"""Queues, admission and prompts: what the next step may do."""

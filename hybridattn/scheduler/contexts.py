@@ -1,0 +1,120 @@
+"""Contexts of sessions: K,V that a finished turn leaves behind for the next one.
+
+    turn 0               pause                              turn 1
+    |prefill|decode|end| K,V go down (gpu.d2h) ... K,V come up (gpu.h2d) |prefill of the new tokens|decode|
+                         ^ GPU blocks are free for others                  ^ nothing is computed again
+
+A context is kept by the finished request itself. It is only ever a cache: when somebody who runs needs the blocks, the
+one that has paused for the longest goes, and its session computes its history again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hybridattn.core.request import DeclaredTokens, Request, State
+from hybridattn.core.stages import GPU_TIER
+from hybridattn.kv.blocks import BlockPool, blocks_for
+
+
+class Contexts:
+    """The contexts of one engine, those that paused first in front.
+
+    Attributes
+    ----------
+    reused_tokens : tokens that a turn found again instead of computing them
+    evicted : contexts that gave way to running requests
+    """
+
+    __slots__ = ("_held", "_page", "_pools", "evicted", "reused_tokens")
+
+    def __init__(self, pools: dict[str, BlockPool], page_size: int) -> None:
+        self._pools = pools
+        self._page = page_size
+        self._held: dict[str, Request] = {}
+        self.reused_tokens = 0
+        self.evicted = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._held.values())
+
+    def find(self, session: str) -> Request | None:
+        return self._held.get(session) if session else None
+
+    def keep(self, request: Request) -> None:
+        """A turn has ended: its K,V stay, but for pages beyond the last token that has any."""
+        self.drop(request.session)
+        request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
+        self._trim(request, request.num_computed)
+        request.state = State.PAUSED
+        self._held[request.session] = request
+
+    def take(self, session: str, request: Request) -> tuple[Request, int] | None:
+        """Hand a context over to the session's next turn: who held it, and how many tokens of it hold for ``request``.
+
+        The held pages are cut to those tokens. None: there is nothing that the turn could use.
+        """
+        held = self._held.pop(session, None)
+        if held is None:
+            return None
+        count = min(_common(held.token_ids, request.token_ids, held.num_computed), request.num_tokens - 1)
+        self._trim(held, count)
+        self.reused_tokens += count
+        return (held, count) if count else None
+
+    def on_gpu(self) -> list[Request]:
+        """Those at rest on the GPU tier."""
+        return [r for r in self._held.values() if r.tier == GPU_TIER and not r.in_flight]
+
+    def reclaimable(self, tier: str) -> int:
+        """Blocks of a tier that ``evict`` could free."""
+        return sum(len(r.blocks) for r in self._held.values() if r.tier == tier and not r.in_flight)
+
+    def evict(self, tier: str) -> bool:
+        """Free the blocks of the context that has paused for the longest on a tier; False when there is none."""
+        victim = next((r for r in self._held.values() if r.tier == tier and not r.in_flight), None)
+        if victim is None:
+            return False
+        self.evicted += 1
+        self.drop(victim.session)
+        return True
+
+    def drop(self, session: str) -> None:
+        """Forget a context. On its way between the tiers it keeps its blocks until it has arrived."""
+        held = self._held.pop(session, None)
+        if held is None:
+            return
+        held.state = State.FINISHED
+        if not held.in_flight:
+            self._trim(held, 0)
+
+    def arrived(self, held: Request) -> None:
+        """A context has come to the other tier."""
+        held.in_flight = False
+        if held.state is State.FINISHED:  # dropped meanwhile
+            self._trim(held, 0)
+
+    def clear(self) -> None:
+        """Forget all, at once: nothing is in flight any more."""
+        for held in list(self._held.values()):
+            held.in_flight = False
+            self.drop(held.session)
+
+    def _trim(self, held: Request, tokens: int) -> None:
+        count = blocks_for(tokens, self._page)
+        if surplus := held.blocks[count:]:
+            self._pools[held.tier].free(surplus)
+            held.blocks = held.blocks[:count]
+
+
+def _common(held: Any, wanted: Any, limit: int) -> int:
+    """How many of the first ``limit`` tokens are the same in both; declared tokens are, as far as both go."""
+    if isinstance(held, DeclaredTokens) or isinstance(wanted, DeclaredTokens):
+        return min(limit, len(held), len(wanted))
+    pairs = zip(held[:limit], wanted, strict=False)
+    different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    return min(limit, len(wanted)) if different is None else different

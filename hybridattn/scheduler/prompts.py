@@ -1,0 +1,165 @@
+"""Prompts: which go on or begin in a step, on which tier, and how many of their tokens.
+
+First come, first served: a head of the queue that cannot begin holds back those behind it. What does not fit into the
+rows of a step goes on in the next ones, from the K,V of the chunks before; for a request of the CPU tier these come up
+into one staging area, so only one such prompt is under way at a time.
+"""
+
+from __future__ import annotations
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.errors import InputError
+from hybridattn.core.request import Request, State
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, CpuRow, Segment
+from hybridattn.policies.base import Policy, PromptView
+from hybridattn.scheduler.queues import Queues
+from hybridattn.scheduler.room import Room
+from hybridattn.scheduler.swaps import Move, Swaps
+
+
+class Prompts:
+    """Admission and chunked prefill."""
+
+    __slots__ = ("_asks", "_config", "_policy", "_queues", "_room", "_swaps")
+
+    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, room: Room, swaps: Swaps) -> None:
+        self._config = config
+        self._policy = policy
+        self._queues = queues
+        self._room = room
+        self._swaps = swaps
+        self._asks = type(policy).prompts is not Policy.prompts
+
+    def segments(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
+        """Chunks for the coming step, beside its decode rows and the idle CPU rows."""
+        queues = self._queues
+        segments: list[Segment] = []
+        budget = self._config.max_num_batched_tokens - len(decodes)
+        wanted: int | None = None
+        for request in queues.prefilling:
+            if budget > 0:
+                budget -= _chunk(request, budget, segments)
+        while budget > 0 and queues.waiting and len(queues.running) < self._config.max_num_seqs:
+            request = queues.waiting[0]
+            tier = self._tier_for(request, budget, segments)
+            if tier is None:
+                break
+            if tier == CPU_TIER and self._asks:
+                if wanted is None:
+                    wanted = self._wanted(budget, segments, decodes, idle)
+                if wanted <= 0:
+                    break
+                wanted -= 1
+            self._admit(request, tier, now_ns)
+            if request.state is State.PREFILL:
+                budget -= _chunk(request, budget, segments)
+        return segments
+
+    # -- may it begin? -----------------------------------------------------------------------------------------------
+
+    def _tier_for(self, request: Request, budget: int, segments: list[Segment]) -> str | None:
+        """The tier that takes the request now; None: it waits, for room, for the staging area, or for its context."""
+        held = self._room.contexts.find(request.session)
+        if held is not None and held.in_flight:
+            return None  # its context is on its way
+        tier = self._policy.place(self._room.request_view(request), {t: self._room.tier_view(t) for t in TIERS})
+        if tier is None or (tier == CPU_TIER and self._must_wait_for_staging(request, held, budget, segments)):
+            return None
+        if held is not None and not self._can_take_up(held, tier):
+            return None
+        return tier
+
+    def _must_wait_for_staging(
+        self, request: Request, held: Request | None, budget: int, segments: list[Segment]
+    ) -> bool:
+        if held is None:
+            return request.num_tokens > budget and self._staging_taken(segments)
+        pulled = any(s.tier == CPU_TIER and s.start > 0 for s in segments if s.prefill)  # in this very step
+        return pulled or self._staging_taken(segments)
+
+    def _staging_taken(self, segments: list[Segment]) -> bool:
+        """A chunked CPU-tier prefill that goes on after this step owns the staging area of earlier K,V."""
+        through = {id(s.request) for s in segments if s.samples}
+        return any(r.tier == CPU_TIER and id(r) not in through for r in self._queues.prefilling)
+
+    def _can_take_up(self, held: Request, tier: str) -> bool:
+        """False: the context first has to go down. A prompt that goes on from K,V on the CPU tier needs the staging
+        area, which is given to those who are admitted and not to those who arrive."""
+        if held.tier == tier:
+            return True
+        if not self._swaps.possible:
+            self._room.contexts.drop(held.session)
+        elif tier == CPU_TIER:
+            self._swaps.move_context(held, tier)
+            return False
+        return True
+
+    def _wanted(self, budget: int, segments: list[Segment], decodes: list[Segment], idle: tuple[CpuRow, ...]) -> int:
+        """How many of the next prompts the policy wants to read for the CPU tier in this step."""
+        candidates = self._candidates(budget)
+        if not candidates:
+            return 0
+        view = PromptView(
+            candidates,
+            len(decodes),
+            sum([s.start + 1 for s in decodes]),
+            tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments]),
+            tuple([row.position + 1 for row in idle]),
+        )
+        return self._policy.prompts(view)
+
+    def _candidates(self, budget: int) -> tuple[int, ...]:
+        """Tokens of the next prompts that the CPU tier has room for, cut to what one step can read.
+
+        Where requests may be swapped out, room for those of the GPU tier is kept, as far as the CPU tier is large.
+        """
+        candidates: list[int] = []
+        running, pools = self._queues.running, self._room.pools
+        most = min(pools[GPU_TIER].num_blocks, pools[CPU_TIER].num_blocks // 4)
+        free = self._room.free(CPU_TIER) - (most if self._swaps.wanted and running else 0)
+        for request in self._queues.waiting[: self._config.max_num_seqs - len(running)]:
+            tokens, need = request.num_tokens, self._room.need(request)
+            if need > free or (tokens > budget and candidates):
+                break
+            candidates.append(min(tokens, budget))
+            free, budget = free - need, budget - candidates[-1]
+        return tuple(candidates)
+
+    # -- it begins ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: Request, tier: str, now_ns: int) -> None:
+        if tier not in TIERS:
+            raise InputError(
+                f"policy '{self._policy.name}' placed request {request.request_id} on the unknown tier '{tier}'"
+            )
+        self._queues.waiting.pop(0)
+        request.tier = tier
+        request.state = State.PREFILL
+        self._give_blocks(request)
+        if request.scheduled_ns is None:
+            request.scheduled_ns = now_ns
+        self._queues.admit(request)
+
+    def _give_blocks(self, request: Request) -> None:
+        """Pages of all known tokens; those of the session's context are taken up, or filled from the other tier."""
+        room, need, tier = self._room, self._room.need(request), request.tier
+        taken = room.contexts.take(request.session, request) if request.session else None
+        if taken is None:
+            request.blocks = room.take(tier, need)
+            return
+        held, request.num_computed = taken
+        if held.tier == tier:
+            request.blocks = held.blocks + room.take(tier, need - len(held.blocks))
+            return
+        request.blocks = room.take(tier, need)
+        request.state = State.MOVING
+        self._swaps.begin(Move(request, tuple(held.blocks), request.num_computed, State.PREFILL))
+
+
+def _chunk(request: Request, budget: int, segments: list[Segment]) -> int:
+    """The next tokens of a prompt, at most ``budget``; returns how many."""
+    start = request.num_computed
+    count = min(budget, request.num_tokens - start)
+    last = start + count == request.num_tokens
+    segments.append(Segment(request, request.tier, start, count, samples=last, prefill=True))
+    return count
