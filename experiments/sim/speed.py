@@ -34,17 +34,17 @@ def layer_steps_per_s(setting: Setting, layout: Layout, steps: int) -> float:
     costs = setting.costs
     run = SteadyRun(costs, costs.pricing, policy_of(layout, costs), LOAD, open_sim)
     run.measure(8, 8)
-    steps = 0
+    done = 0
 
     def count(record: StepRecord) -> None:
-        nonlocal steps
-        steps += costs.num_layers + record.layers_advanced
+        nonlocal done
+        done += costs.num_layers + record.layers_advanced
 
     run.executor.on_step = count
     started = time.process_time()
     for _ in range(steps):
         run.step()
-    return steps / (time.process_time() - started)
+    return done / (time.process_time() - started)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

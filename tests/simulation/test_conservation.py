@@ -62,14 +62,14 @@ def serve(policy, seed):
             engine.add(DeclaredTokens(prompt), output, arrival_ns=arrival_ns)
         except CapacityError:
             refused += 1
-    steps = 0
+    taken = 0
     while engine.unfinished:
         engine.step()
         check(engine, len(jobs), refused, len(ended))
         assert engine.device.now_ns() >= clock
         clock = engine.device.now_ns()
-        steps += 1
-        assert steps < 20_000, "no progress"
+        taken += 1
+        assert taken < 20_000, "no progress"
     assert len(ended) + refused == len(jobs)
     assert (
         sum(r.output_tokens for r in ended)
