@@ -70,6 +70,7 @@ def target_cpu(level: str) -> str:
     return "x86-64" if platform.machine() in ("x86_64", "AMD64") else "generic"
 
 
+@lru_cache(maxsize=4)
 def cpu_flags(cpuinfo: str | None = None) -> frozenset[str]:
     """Read the processor's feature flags as Linux names them (empty elsewhere)."""
     if cpuinfo is None:

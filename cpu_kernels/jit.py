@@ -22,6 +22,8 @@ from pathlib import Path
 import llvmlite
 import llvmlite.binding as llvm
 
+from cpu_kernels import isa
+
 FAST_MATH = ("contract", "reassoc", "arcp", "nsz")
 SUM_FLAGS = "reassoc nsz"
 OPT_LEVEL = 3
@@ -33,6 +35,11 @@ class Target:
 
     cpu: str
     features: str = ""
+
+
+def target_of(level: str, extras: tuple[str, ...] = ()) -> Target:
+    """Return the target of an ISA level, with instruction sets beyond it."""
+    return Target(isa.target_cpu(level), ",".join("+" + name for name in extras))
 
 
 def cache_dir() -> Path:

@@ -1,13 +1,13 @@
 """How K and V lie inside one page of one KV head. It depends on the dtype alone, so every ISA level reads the same.
 
-A page of one KV head is one contiguous block: all of K, then all of V, then (int8) the scales::
+A page of one KV head is one contiguous block: all of K, then all of V, then (int8, fp8) the scales::
 
     K  [page_size/16][head_dim/n][16 positions][n dims]     positions lie across the vector lanes
     V  [head_dim/16 ][page_size/n][16 dims][n positions]    dims lie across the vector lanes
-    K scales [page_size] float32, V scales [page_size] float32          int8 only
+    K scales [page_size] float32, V scales [page_size] float32          int8, fp8 only
 
-``n`` elements share a 32-bit lane (fp32 1, bf16 2, int8 4), so a line of K or V is one 64-byte vector. fp16 uses
-``n = 1``: its lines are 32 bytes and widen with one conversion. In bf16 a line is also a row of an AMX B tile.
+``n`` elements share a 32-bit lane (fp32 1, bf16 2, int8 and fp8 4), so a line of K or V is one 64-byte vector. fp16
+uses ``n = 1``: its lines are 32 bytes and widen with one conversion. In bf16 a line is also a row of an AMX B tile.
 
 A page holds the blocks of all KV heads in order, a layer holds all pages in order. A kernel that computes a page
 head by head, K before V, with all query heads of a group for each line, therefore reads memory strictly in ascending
@@ -20,11 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cpu_kernels.dtypes import LANES, KVDtype, kind_of
+
 PAGE_SIZES = (16, 32, 64, 128)
-DTYPES = ("fp32", "bf16", "fp16", "int8")
-LANES = 16
 MAX_HEAD_DIM = 512
-_ELEMENT = {"fp32": (4, 1, np.float32), "bf16": (2, 2, np.uint16), "fp16": (2, 1, np.float16), "int8": (1, 4, np.int8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Layout:
     Parameters
     ----------
     dtype : str
-        ``fp32``, ``bf16``, ``fp16`` or ``int8``.
+        Name of a K,V dtype (`cpu_kernels.dtypes`): ``fp32``, ``bf16``, ``fp16``, ``int8``, ``fp8``.
     head_dim : int
         A multiple of 16 up to 512.
     page_size : int
@@ -46,26 +45,30 @@ class Layout:
     page_size: int
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} of the KV pages is unknown; known: {', '.join(DTYPES)}")
+        kind_of(self.dtype)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size {self.page_size} is not supported; supported: 16, 32, 64, 128")
         if self.head_dim % LANES or not 0 < self.head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim {self.head_dim} is not supported: multiples of 16 up to {MAX_HEAD_DIM} are")
 
     @property
+    def kind(self) -> KVDtype:
+        """What the dtype is."""
+        return kind_of(self.dtype)
+
+    @property
     def element_bytes(self) -> int:
-        return _ELEMENT[self.dtype][0]
+        return self.kind.element_bytes
 
     @property
     def per_lane(self) -> int:
         """Elements that share a lane (``n`` of the layout picture)."""
-        return _ELEMENT[self.dtype][1]
+        return self.kind.per_lane
 
     @property
     def numpy_dtype(self) -> type:
         """NumPy type of one stored element (bf16 as uint16 bits)."""
-        return _ELEMENT[self.dtype][2]
+        return self.kind.element
 
     @property
     def line_bytes(self) -> int:
@@ -78,7 +81,7 @@ class Layout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the K and V scales together."""
-        return 8 * self.page_size if self.dtype == "int8" else 0
+        return 8 * self.page_size if self.kind.limit else 0
 
     @property
     def head_bytes(self) -> int:

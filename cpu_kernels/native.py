@@ -30,7 +30,7 @@ _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
 def kernel_address(layout: Layout, level: str, group: int) -> int:
     """Compile (or load) the decode kernel and return its address; it stays loaded for the life of the process."""
     ir = build_decode(layout, level, group)
-    return jit.load(ir, ("decode",), jit.Target(isa_levels.target_cpu(level))).addresses["decode"]
+    return jit.load(ir, ("decode",), jit.target_of(level, layout.kind.extras(level))).addresses["decode"]
 
 
 def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:

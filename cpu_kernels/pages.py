@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from cpu_kernels import isa, jit, topology
-from cpu_kernels.arrays import View, from_bf16, integers, to_bf16
+from cpu_kernels.arrays import View, integers
 from cpu_kernels.codegen.rows import build_moves
-from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
+from cpu_kernels.dtypes import kind_of
+from cpu_kernels.layout import Layout
 from cpu_kernels.memory import allocate
 
 _MOVE = ctypes.CFUNCTYPE(
     None,
     *(
         [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-        + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64] * 2
-        + [ctypes.c_int64]
+        + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64] * 2
+        + [ctypes.c_int64, ctypes.c_int64]
     ),
 )
 
@@ -34,7 +35,7 @@ class KVPages:
     page_size : int
         Tokens a page: 16, 32, 64 or 128.
     dtype : str
-        ``bf16``, ``fp32``, ``fp16`` or ``int8`` (per token and head scales, kept inside the page).
+        ``bf16``, ``fp32``, ``fp16``, or ``int8`` and ``fp8`` (a scale per token and head, kept inside the page).
     num_layers : int
         Layers that share page numbers: page p of layer l is its own memory.
     huge_pages : bool
@@ -115,7 +116,7 @@ class KVPages:
 
 @cache
 def _moves(layout: Layout, level: str) -> tuple[Any, Any]:
-    loaded = jit.load(build_moves(layout, level), ("append", "gather"), jit.Target(isa.target_cpu(level)))
+    loaded = jit.load(build_moves(layout, level), ("append", "gather"), jit.target_of(level))
     return _MOVE(loaded.addresses["append"]), _MOVE(loaded.addresses["gather"])
 
 
@@ -128,13 +129,19 @@ def _move(pages: KVPages, layer: int, which: int, index: np.ndarray, n: int, k: 
         index.ctypes.data,
         n,
         k.pointer,
-        k.strides[0],
-        k.strides[1],
+        *_strides(k),
         v.pointer,
-        v.strides[0],
-        v.strides[1],
+        *_strides(v),
+        k.shape[2] if len(k.shape) == 4 else max(n, 1),
         int(k.code),
     )
+
+
+def _strides(x: View) -> tuple[int, int, int]:
+    """Bytes from row to row, head to head and (of whole pages) page to page."""
+    if len(x.shape) == 4:  # [pages, kv_heads, page_size, head_dim]
+        return x.strides[2], x.strides[1], x.strides[0]
+    return x.strides[0], x.strides[1], 0
 
 
 def append_kv(pages: KVPages, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
@@ -230,64 +237,45 @@ def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: in
             ctypes.memmove(target + d * dst.page_bytes, source + s * src.page_bytes, src.page_bytes)
 
 
-def pack(pages: KVPages, layer: int, page_ids: Any, k: np.ndarray, v: np.ndarray) -> None:
-    """Fill whole pages from plain arrays.
+def pack(pages: KVPages, layer: int, page_ids: Any, k: Any, v: Any) -> None:
+    """Fill whole pages from plain arrays, without the GIL.
 
     Parameters
     ----------
-    k, v : float32 ``[len(page_ids), num_kv_heads, page_size, head_dim]``
-        Values; stored in the pages' dtype, rounded to nearest even (int8: scale max/127 per token and head).
+    k, v : array ``[len(page_ids), num_kv_heads, page_size, head_dim]``
+        fp32, bf16 (NumPy uint16) or fp16, both of one dtype; stored in the pages' dtype as `append_kv` does.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong shape, dtype or page.
     """
     ids = integers("page_ids", page_ids, np.int64, 1)
     _check_ids("page_ids", ids, pages.num_pages)
-    shape = (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim)
-    layout, target = pages.layout, pages.buffer[layer]
-    for which, (name, x) in enumerate((("k", k), ("v", v))):
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, expected {list(shape)}")
-        stored, scales = encode(np.asarray(x, np.float32), layout.dtype)
-        block = (pack_k if which == 0 else pack_v)(stored, layout).view(np.uint8)
-        target[ids, :, which * layout.k_bytes : (which + 1) * layout.k_bytes] = block
-        if scales is not None:
-            start = 2 * layout.k_bytes + which * 4 * layout.page_size
-            target[ids, :, start : start + 4 * layout.page_size] = scales.view(np.uint8)
+    kv, vv = _pair("k", k, "v", v, (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim))
+    if len(ids):
+        slots = (ids[:, None] * pages.page_size + np.arange(pages.page_size)).reshape(-1)
+        _move(pages, layer, 0, slots, len(slots), kv, vv)
 
 
 def unpack(pages: KVPages, layer: int, page_ids: Any) -> tuple[np.ndarray, np.ndarray]:
     """Read whole pages back as plain float32 ``[len(page_ids), num_kv_heads, page_size, head_dim]`` K and V."""
     ids = integers("page_ids", page_ids, np.int64, 1)
     _check_ids("page_ids", ids, pages.num_pages)
-    layout, source = pages.layout, pages.buffer[layer][ids]
-    out = []
-    for which, order in enumerate((unpack_k, unpack_v)):
-        block = source[..., which * layout.k_bytes : (which + 1) * layout.k_bytes]
-        plain = order(np.ascontiguousarray(block).view(layout.numpy_dtype), layout)
-        start = 2 * layout.k_bytes + which * 4 * layout.page_size
-        scales = np.ascontiguousarray(source[..., start : start + 4 * layout.page_size])
-        out.append(decode(plain, layout.dtype, scales.view(np.float32)))
-    return out[0], out[1]
+    shape = (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim)
+    k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    if len(ids):
+        _move(pages, layer, 1, ids, len(ids) * pages.page_size, View("k", k), View("v", v))
+    return k, v
 
 
 def encode(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Convert float32 ``[..., head_dim]`` to stored elements and, for int8, scales ``[...]``."""
-    if dtype == "fp32":
-        return x, None
-    if dtype == "bf16":
-        return to_bf16(x), None
-    if dtype == "fp16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16), None
-    peak = np.abs(x).max(-1, keepdims=True)
-    scale = (peak / np.float32(127)).astype(np.float32)
-    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=scale > 0)
-    return np.rint(x * inverse).astype(np.int8), np.ascontiguousarray(scale[..., 0])
+    """Convert float32 ``[..., head_dim]`` to stored elements and, where the dtype has them, scales ``[...]``."""
+    kind = kind_of(dtype)
+    scales = kind.scales_of(x)
+    return kind.encode(x, scales), scales
 
 
 def decode(stored: np.ndarray, dtype: str, scales: np.ndarray | None = None) -> np.ndarray:
     """Invert `encode` up to rounding: stored elements (and scales) to float32."""
-    if dtype == "bf16":
-        return from_bf16(stored)
-    if dtype == "int8":
-        assert scales is not None
-        return stored.astype(np.float32) * scales[..., None]
-    return stored.astype(np.float32)
+    return kind_of(dtype).decode(stored, scales)

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the 16-bit formats, in vectors of any width, rounding to nearest even.
+"""Conversions between float32 and the 16-bit and 8-bit formats, in vectors of any width, rounding to nearest even.
 
 The integer forms keep subnormals and NaNs (a NaN never becomes an infinity), on every level alike; only the fp16 pair
 uses the processor's instructions where the level has them, which round the same way.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from functools import reduce
 
-from cpu_kernels.codegen.values import F32, I16, I32, Value, lanes_of, vec
+import numpy as np
+
+from cpu_kernels.codegen.values import F32, I8, I16, I32, Value, lanes_of, vec
 from cpu_kernels.jit import SUM_FLAGS
 
 LOG2E = 1.4426950408889634
@@ -58,6 +60,40 @@ def f32_to_f16(x: Value, level: str) -> Value:
     bits = (a > 0x477FEFFF).select(x.fn.const(vec(n, I32), 0x7C00), bits)
     bits = (a > 0x7F800000).select(((a >> 13) | 0x7E00) & 0x7FFF, bits)
     return (bits | ((u >> 16) & 0x8000)).cast("trunc", vec(n, I16))
+
+
+def e4m3_to_f32(u: Value) -> Value:
+    """Widen OCP E4M3 codes, one in the low byte of each lane ``<n x i32>``, to ``<n x float>``, exactly."""
+    kind = like(u.kind, F32)
+    size = u & 0x7F
+    # Exponent 0 reads as (1 + m/8) 2**-7 at first; the number meant is m/8 2**-6.
+    first = ((size << 20) + 0x3C000000).bits(kind)
+    finite = (size < 8).select(first * 2.0 - 2.0**-6, first).bits(u.kind)
+    return (size.eq(0x7F).select(u.fn.const(u.kind, 0x7FC00000), finite) | ((u & 0x80) << 24)).bits(kind)
+
+
+def f32_to_e4m3(x: Value) -> Value:
+    """Round ``<n x float>`` to OCP E4M3 codes ``<n x i8>``: ties to even, saturating at 448, NaN stays NaN."""
+    n = lanes_of(x.kind)
+    u = x.bits(vec(n, I32))
+    a = u & 0x7FFFFFFF
+    normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - (120 << 3)
+    # The unit place of a sum with 2**14 is the smallest subnormal, so the adder does the rounding.
+    small = (a.bits(vec(n, F32)) + 16384.0).bits(vec(n, I32)) - 0x46800000
+    code = (a < 0x3C800000).select(small, normal)
+    code = (code > 0x7E).select(x.fn.const(vec(n, I32), 0x7E), code)
+    code = (a > 0x7F800000).select(x.fn.const(vec(n, I32), 0x7F), code)
+    return (code | ((u >> 24) & 0x80)).cast("trunc", vec(n, I8))
+
+
+def lookup128(index: Value, table: np.ndarray) -> Value:
+    """Replace each byte of 16 32-bit lanes by the entry of `table` ``[128]`` that its low seven bits name (VBMI)."""
+    kind = vec(64, I8)
+    halves = (
+        Value(index.fn, kind, "<" + ", ".join(f"i8 {int(b)}" for b in part) + ">") for part in (table[:64], table[64:])
+    )
+    low, high = halves
+    return index.fn.call(kind, "llvm.x86.avx512.vpermi2var.qi.512", low, index.bits(kind), high).bits(index.kind)
 
 
 def like(kind: str, element: str) -> str:

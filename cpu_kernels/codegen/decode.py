@@ -33,13 +33,13 @@ NEAR_BYTES = 8 << 10
 
 def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
     """Choose the page math of a level: its best instructions for the dtype."""
-    has_bf16_dot = k.level in ("avx512_bf16", "amx_bf16")
-    if k.layout.dtype == "bf16" and has_bf16_dot:
+    kind = k.layout.kind
+    if kind.multiplies_pairs(k.level, kind.extras(k.level)):
         tiles = DotTiles(k.layout, k.level)
-        if k.level == "amx_bf16" or emulate_amx:
+        if tiles.words_per_line == 1 and (k.level == "amx_bf16" or emulate_amx):  # a line is a row of a tile as it is
             return AmxMath(k, tiles, EmulatedTiles(k.f) if emulate_amx else HardwareTiles())
         return LineMath(k, tiles)
-    if k.layout.dtype == "int8" and has_bf16_dot:  # both levels have VNNI
+    if kind.bytes_dot and k.level in ("avx512_bf16", "amx_bf16"):  # both have VNNI
         return Int8Dot(k)
     return LineMath(k, WideTiles(k.layout, k.level))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import L2, Frame, blocks_of, total_of
 from cpu_kernels.codegen.tiles import V16F, Tiles
-from cpu_kernels.codegen.values import I32, I64, Value, Var
+from cpu_kernels.codegen.values import I64, Value, Var
 from cpu_kernels.layout import LANES
 
 Edge = tuple[Value, Value]  # first allowed position in the page, and one past the last
@@ -43,7 +43,7 @@ class PageMath(Protocol):
         """Write ``s[group][page_size] = q . k`` (dequantised) of the allowed tiles, fetching `ahead` on the way."""
 
     def store_weights(self, k: Frame, g: Value, weights: list[Value]) -> None:
-        """Store a head's softmax weights of the page, 16 positions a vector; int8: they carry V's scales."""
+        """Store a head's softmax weights of the page, 16 positions a vector; they carry V's scales if it has any."""
 
     def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         """Add the weighted V of the allowed positions to ``o[group][head_dim]``, fetching `ahead` on the way."""
@@ -97,7 +97,7 @@ class LineMath:
                 self._walk(k, here.at(at), None if ahead is None else ahead.at(at), words, unroll, k.dim, acc, None)
             for g in range(count):
                 total = total_of(acc[g])
-                if k.layout.dtype == "int8":
+                if k.layout.kind.limit:
                     total = total * f.load(V16F, k.scales, t * 64)
                 f.store(total, k.s, t * 64 + (g0 + g) * k.page * 4)
 
@@ -158,7 +158,7 @@ class LineMath:
             with f.loop(r0, r1, unroll) as r:
                 at = c * k.column_bytes + r * k.layout.line_bytes
                 words = weights.at(r * (tiles.words_per_line * 4))
-                mask = pair_mask(f, r, edge) if edge is not None and k.layout.dtype == "bf16" else None
+                mask = None if edge is None else k.layout.kind.mask(r, edge)
                 self._walk(
                     k, values.at(at), None if source is None else source.at(at), words, unroll, k.page, acc, mask
                 )
@@ -174,15 +174,3 @@ def column_source(k: Frame, ahead: Ahead | None, c: Value) -> Value | None:
 def _resumed(f: Function, state: Value, offset: int, ways: int) -> list[Var]:
     """Accumulators of which the first goes on from memory."""
     return [f.var(V16F, f.load(V16F, state, offset)), *(f.var(V16F, 0.0) for _ in range(ways - 1))]
-
-
-def pair_mask(f: Function, r: Value, edge: Edge) -> Value:
-    """Bits of row `r` of bf16 pairs that belong to allowed positions.
-
-    A slot outside may hold NaN, which must not meet its weight 0. Rows of other dtypes hold one position, or
-    integers.
-    """
-    low, high = edge
-    even = (r * 2 >= low).select(f.const(I32, 0xFFFF), 0)
-    odd = (r * 2 + 1 < high).select(f.const(I32, -65536), 0)
-    return (even | odd).splat(LANES)

@@ -1,144 +1,241 @@
-"""Writing one token's K and V into a page, and reading them back: the scalar side of the layout."""
+"""Tokens' K and V into pages and back, one token at a time or sixteen that fill a tile of positions.
+
+A row is one token of one KV head, ``head_dim`` stored elements. Sixteen rows that begin at a multiple of 16 are whole
+lines, so that they are moved by vectors: K by transposing blocks of 16 x 16 lane words, V by putting the elements of
+``n`` rows next to each other::
+
+    rows, 16 x head_dim elements          K: words across, positions down -> transposed -> lines of 16 positions
+    row t   | d d | d d | d d | ...       V: 16 dims of n rows -> one line
+"""
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16
+from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function, Module
-from cpu_kernels.codegen.tiles import element_shift, load_as_f32, store_from_f32
-from cpu_kernels.codegen.values import F32, I8, I16, I32, I64, PTR, Value, vec
+from cpu_kernels.codegen.tiles import V16F, element_shift, load_as_f32, store_from_f32
+from cpu_kernels.codegen.values import F32, I1, I16, I32, I64, PTR, Value, vec
 from cpu_kernels.layout import LANES, Layout
 
 
 class RowCodec:
-    """Emits the transfer of one row (token and KV head) between a plain vector and a page block.
+    """Emits the transfers between plain rows and a page block.
 
     Parameters
     ----------
     f : Function
-        Where the code goes; two small stack buffers are taken from it once.
+        Where the code goes; its stack buffers are taken from it once.
     layout : Layout
         The page's layout.
     level : str
         ISA level (fp16 conversions differ).
+    rows : int
+        Rows that are held at once: 1, or 16 for tiles.
     """
 
-    def __init__(self, f: Function, layout: Layout, level: str) -> None:
-        self.f, self.layout, self.level = f, layout, level
-        self._row = f.buffer(layout.head_dim * 4)
+    def __init__(self, f: Function, layout: Layout, level: str, rows: int = 1) -> None:
+        self.f, self.layout, self.kind, self.level = f, layout, layout.kind, level
+        self.word = I32 if self.kind.per_lane * self.kind.element_bytes == 4 else I16
+        self.word_bytes = self.kind.per_lane * self.kind.element_bytes
+        self.words = layout.head_dim // self.kind.per_lane
+        self.row_bytes = -(-self.words // LANES) * LANES * self.word_bytes  # up to whole vectors
+        self._rows = f.buffer(self.row_bytes * rows)
+        self._wide = f.buffer(layout.head_dim * 4) if self.kind.limit else self._rows
 
-    def _places(self, block: Value, offset: Value) -> tuple[tuple[Value, int], tuple[Value, int]]:
-        """Return (address of dim 0, bytes to the next line of dims) of K and of V for a token at `offset`."""
-        n, size, dim = self.layout.per_lane, self.layout.element_bytes, self.layout.head_dim
-        tile, lane = offset // LANES, offset % LANES
-        k = block.at(tile * (LANES * dim * size) + lane * (n * size))
-        v = block.at((offset // n) * (LANES * n * size) + (offset % n) * size + self.layout.k_bytes)
-        return (k, LANES * n * size), (v, self.layout.page_size // n * LANES * n * size)
+    # ------------------------------------------------------------------ where things lie
+    def _base(self, block: Value, which: int, offset: Value) -> Value:
+        """Where the tile (K) or the line of the first column (V) of a token begins."""
+        if which == 0:
+            return block.at((offset // LANES) * (self.words * LANES * self.word_bytes))
+        return block.at((offset // self.layout.per_lane) * self.layout.line_bytes + self.layout.k_bytes)
+
+    @property
+    def _column_bytes(self) -> int:
+        return self.layout.page_size // self.layout.per_lane * self.layout.line_bytes
 
     def _scale_at(self, block: Value, offset: Value, which: int) -> Value:
         return block.at(offset * 4 + (2 * self.layout.k_bytes + which * 4 * self.layout.page_size))
 
-    def _element(self, place: tuple[Value, int], which: int, d: Value) -> Value:
-        """Address of element `d`: a line of K holds n dims of a token, a line of V holds 16."""
-        base, stride = place
-        n, size = self.layout.per_lane, self.layout.element_bytes
-        if which == 0:
-            return base.at((d // n) * stride + (d % n) * size)
-        return base.at((d // LANES) * stride + (d % LANES) * (n * size))
-
-    def write(self, block: Value, offset: Value, k: Value, v: Value, code: Value) -> None:
-        """Convert the plain rows at `k` and `v` (run-time type `code`) and write them as token `offset`."""
-        places = self._places(block, offset)
-        for which, source in enumerate((k, v)):
-            self._widen(source, code)
-            if self.layout.dtype == "int8":
-                self._write_int8(places[which], which, self._scale_at(block, offset, which))
+    # ------------------------------------------------------------------ conversion of a row
+    def _narrow(self, source: Value, code: Value, row: Value, scale_at: Value) -> None:
+        """Convert the plain row at `source` (run-time type `code`) to stored elements at `row`, and store its scale."""
+        f, kind, dim, shift = self.f, self.kind, self.layout.head_dim, element_shift(code)
+        factor = None
+        if kind.limit:
+            peak = f.var(V16F, 0.0)
+            with f.loop(0, dim, LANES) as d:
+                x = load_as_f32(f, source.at(d << shift), code, LANES, self.level)
+                f.store(x, self._wide, d * 4)
+                peak.set(vmax(f.call(V16F, "llvm.fabs.v16f32", x), peak.get()))  # a NaN never counts
+            top = max_over_lanes(peak.get())
+            scale = kind.scale(top)
+            f.store(scale, scale_at)
+            factor = kind.factor(top, scale)
+        with f.loop(0, dim, LANES) as d:
+            if kind.limit:
+                x = f.load(V16F, self._wide, d * 4)
             else:
-                self._write_float(places[which], which)
+                x = load_as_f32(f, source.at(d << shift), code, LANES, self.level)
+            f.store(kind.narrow(x, factor, self.level), row, d * kind.element_bytes)
 
-    def _widen(self, source: Value, code: Value) -> None:
-        f, shift = self.f, element_shift(code)
+    def _widen(self, row: Value, scale_at: Value, target: Value, code: Value) -> None:
+        f, kind, shift = self.f, self.kind, element_shift(code)
+        scale = f.load(F32, scale_at).splat(LANES) if kind.limit else None
         with f.loop(0, self.layout.head_dim, LANES) as d:
-            x = load_as_f32(f, source.at(d << shift), code, LANES, self.level)
-            f.store(x, self._row, d * 4)
+            x = kind.widen(f.load(vec(LANES, kind.kind), row, d * kind.element_bytes), self.level)
+            store_from_f32(f, x if scale is None else x * scale, target.at(d << shift), code, LANES, self.level)
 
-    def _write_float(self, place: tuple[Value, int], which: int) -> None:
-        f, dtype = self.f, self.layout.dtype
-        with f.loop(0, self.layout.head_dim) as d:
-            where = self._element(place, which, d)
-            one = f.load(vec(1, F32), self._row, d * 4)
-            if dtype == "bf16":
-                one = f32_to_bf16(one)
-            elif dtype == "fp16":
-                one = f32_to_f16(one, self.level)
-            f.store(one, where)
-
-    def _write_int8(self, place: tuple[Value, int], which: int, scale_at: Value) -> None:
-        """scale = max|x| / 127 without a floor; codes round to nearest even, an all-zero row has scale 0."""
-        f = self.f
-        peak = f.var(F32, 0.0)
-        with f.loop(0, self.layout.head_dim) as d:
-            a = f.call(F32, "llvm.fabs.f32", f.load(F32, self._row, d * 4))
-            now = peak.get()
-            peak.set((a > now).select(a, now))
-        scale = peak.get() / 127.0
-        f.store(scale, scale_at)
-        inverse = (scale > 0.0).select(127.0 / peak.get(), 0.0)
-        with f.loop(0, self.layout.head_dim) as d:
-            x = f.call(F32, "llvm.rint.f32", f.load(F32, self._row, d * 4) * inverse)
-            f.store(x.cast("fptosi", I32).cast("trunc", I8), self._element(place, which, d))
+    # ------------------------------------------------------------------ one token
+    def write(self, block: Value, offset: Value, k: Value, v: Value, code: Value) -> None:
+        """Write the plain rows at `k` and `v` as token `offset`."""
+        self._one(block, offset, (k, v), code, True)
 
     def read(self, block: Value, offset: Value, k: Value, v: Value, code: Value) -> None:
-        """Write token `offset` of a page to the plain rows at `k` and `v` (run-time type `code`)."""
-        f, shift = self.f, element_shift(code)
-        places = self._places(block, offset)
-        for which, target in enumerate((k, v)):
-            scale = None
-            if self.layout.dtype == "int8":
-                scale = f.load(F32, self._scale_at(block, offset, which))
-            with f.loop(0, self.layout.head_dim) as d:
-                f.store(self._read_element(self._element(places[which], which, d), scale), self._row, d * 4)
-            with f.loop(0, self.layout.head_dim, LANES) as d:
-                x = f.load(vec(LANES, F32), self._row, d * 4)
-                store_from_f32(f, x, target.at(d << shift), code, LANES, self.level)
+        """Write token `offset` of a page to the plain rows at `k` and `v`."""
+        self._one(block, offset, (k, v), code, False)
 
-    def _read_element(self, where: Value, scale: Value | None) -> Value:
-        f, dtype = self.f, self.layout.dtype
-        if dtype == "fp32":
-            return f.load(F32, where)
-        if scale is not None:
-            return f.load(I8, where).cast("sitofp", F32) * scale
-        bits = f.load(I16, where).bits(vec(1, I16))
-        return (bf16_to_f32(bits) if dtype == "bf16" else f16_to_f32(bits, self.level)).bits(F32)
+    def _one(self, block: Value, offset: Value, rows: tuple[Value, Value], code: Value, write: bool) -> None:
+        f, row, n, size = self.f, self._rows, self.layout.per_lane, self.kind.element_bytes
+        for which, plain in enumerate(rows):
+            scale_at = self._scale_at(block, offset, which)
+            if write:
+                self._narrow(plain, code, row, scale_at)
+            if which == 0:
+                base = self._base(block, 0, offset).at((offset % LANES) * self.word_bytes)
+                with f.loop(0, self.words) as w:
+                    there = base.at(w * (LANES * self.word_bytes))
+                    self._copy(self.word, row.at(w * self.word_bytes), there, write)
+            else:
+                base = self._base(block, 1, offset).at((offset % n) * size)
+                with f.loop(0, self.layout.head_dim, LANES) as d:
+                    for i in range(LANES):
+                        there = base.at((d // LANES) * self._column_bytes + i * n * size)
+                        self._copy(self.kind.kind, row.at((d + i) * size), there, write)
+            if not write:
+                self._widen(row, scale_at, plain, code)
+
+    def _copy(self, kind: str, here: Value, there: Value, write: bool) -> None:
+        source, target = (here, there) if write else (there, here)
+        self.f.store(self.f.load(kind, source), target)
+
+    # ------------------------------------------------------------------ sixteen tokens
+    def tile(
+        self, block: Value, offset: Value, rows: tuple[Value, Value], strides: tuple[Value, Value], code: Value,
+        write: bool,
+    ) -> None:  # fmt: skip
+        """Move 16 tokens from `offset`, a multiple of 16, between a page and plain rows that lie `strides` apart."""
+        f = self.f
+        for which, (plain, stride) in enumerate(zip(rows, strides, strict=True)):
+            base = self._base(block, which, offset)
+            if not write:
+                (self._lines_of_k if which == 0 else self._lines_of_v)(base, False)
+            with f.loop(0, LANES) as t:
+                row, scale_at = self._rows.at(t * self.row_bytes), self._scale_at(block, offset + t, which)
+                if write:
+                    self._narrow(plain.at(t * stride), code, row, scale_at)
+                else:
+                    self._widen(row, scale_at, plain.at(t * stride), code)
+            if write:
+                (self._lines_of_k if which == 0 else self._lines_of_v)(base, True)
+
+    def _lines_of_k(self, base: Value, write: bool) -> None:
+        whole = self.words // LANES * LANES
+        with self.f.loop(0, whole, LANES) as w:
+            self._square(base, w, LANES, write)
+        if self.words > whole:
+            self._square(base, self.f.const(I64, whole), self.words - whole, write)
+
+    def _square(self, base: Value, w: Value, count: int, write: bool) -> None:
+        """Transpose the words `w` .. `w` + `count` of 16 rows."""
+        f, kind, line = self.f, vec(LANES, self.word), LANES * self.word_bytes
+        rows = [self._rows.at(w * self.word_bytes + t * self.row_bytes) for t in range(LANES)]
+        lines = [base.at(w * line + i * line) for i in range(count)]
+        sources, targets = (rows, lines) if write else (lines, rows)
+        loaded = [f.load(kind, x) for x in sources]
+        loaded += [f.const(kind, 0)] * (LANES - len(loaded))
+        for x, where in zip(transposed(loaded), targets, strict=False):
+            f.store(x, where)
+
+    def _lines_of_v(self, base: Value, write: bool) -> None:
+        f, n, size = self.f, self.layout.per_lane, self.kind.element_bytes
+        whole, part, bits = vec(LANES, self.word), vec(LANES, f"i{8 * size}"), 8 * size
+        with f.loop(0, self.layout.head_dim // LANES) as c:
+            for r in range(LANES // n):
+                line = base.at(c * self._column_bytes + r * self.layout.line_bytes)
+                rows = [self._rows.at(c * (LANES * size) + (r * n + j) * self.row_bytes) for j in range(n)]
+                if n == 1:
+                    self._copy(whole, rows[0], line, write)
+                elif write:
+                    parts = [f.load(part, x).cast("zext", whole) << (j * bits) for j, x in enumerate(rows)]
+                    for x in parts[1:]:
+                        parts[0] = parts[0] | x
+                    f.store(parts[0], line)
+                else:
+                    x = f.load(whole, line)
+                    for j, where in enumerate(rows):
+                        f.store((x >> (j * bits)).cast("trunc", part), where)
+
+
+def transposed(rows: list[Value]) -> list[Value]:
+    """Transpose 16 vectors of 16 lanes, by exchanging halves of pairs at distances 8, 4, 2, 1."""
+    x, f, kind = list(rows), rows[0].fn, rows[0].kind
+    for step in (8, 4, 2, 1):
+        low = [j if not j & step else LANES + j - step for j in range(LANES)]
+        high = [j + step if not j & step else LANES + j for j in range(LANES)]
+        for i in range(LANES):
+            if not i & step:
+                pair = x[i], x[i + step]
+                x[i], x[i + step] = (
+                    f.let(kind, f"shufflevector {kind} {pair[0].name}, {kind} {pair[1].name}, {vec(LANES, I32)} "
+                          f"<{', '.join(f'i32 {j}' for j in order)}>")
+                    for order in (low, high)
+                )  # fmt: skip
+    return x
 
 
 def build_moves(layout: Layout, level: str) -> str:
     """Return IR of ``append`` and ``gather`` for one layout.
 
-    ``append(base, page_bytes, heads, slots, n, k, k_row, k_head, v, v_row, v_head, code)`` writes row i to slot
-    ``slots[i]`` (skipped when negative). ``gather(base, page_bytes, heads, pages, n, k, ..., code)`` reads token i from
-    page ``pages[i / page_size]``. Strides are bytes.
+    ``append(base, page_bytes, heads, slots, n, k, k_row, k_head, k_page, v, v_row, v_head, v_page, period, code)``
+    writes row i to slot ``slots[i]`` (skipped when negative); ``gather`` reads token i from page
+    ``slots[i / page_size]``. Row i of a head lies at ``(i / period) * k_page + (i % period) * k_row + head * k_head``
+    bytes.
     """
     module = Module()
-    args = (PTR, I64, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, I64)
+    args = (PTR, I64, I64, PTR, I64, PTR, I64, I64, I64, PTR, I64, I64, I64, I64, I64)
     for name in ("append", "gather"):
         f = module.function(name, args)
-        base, page_bytes, heads, slots, n, k, k_row, k_head, v, v_row, v_head, code = f.args
-        codec = RowCodec(f, layout, level)
-        with f.loop(0, n) as i:
-            slot = _slot_of(f, name, slots, i, layout)
+        base, page_bytes, heads, slots, n, k, k_row, k_head, k_page, v, v_row, v_head, v_page, period, code = f.args
+        codec = RowCodec(f, layout, level, LANES)
+        i = f.var(I64, 0)
+        with f.forever() as done:
+            now = i.get()
+            with f.when(now >= n):
+                f.leave(done)
+            slot, whole = _slot_of(f, name, slots, now, n, layout)
+            turn, inside = now // period, now % period
+            rows = k.at(turn * k_page + inside * k_row), v.at(turn * v_page + inside * v_row)
+            page, offset = base.at((slot // layout.page_size) * page_bytes), slot % layout.page_size
             with f.when(slot >= 0):
-                page = base.at((slot // layout.page_size) * page_bytes)
-                offset = slot % layout.page_size
                 with f.loop(0, heads) as h:
-                    block = page.at(h * layout.head_bytes)
-                    rows = k.at(i * k_row + h * k_head), v.at(i * v_row + h * v_head)
-                    transfer = codec.write if name == "append" else codec.read
-                    transfer(block, offset, *rows, code)
+                    block, plain = page.at(h * layout.head_bytes), (rows[0].at(h * k_head), rows[1].at(h * v_head))
+                    with f.either(whole) as tile:
+                        codec.tile(block, offset, plain, (k_row, v_row), code, name == "append")
+                        tile.otherwise()
+                        (codec.write if name == "append" else codec.read)(block, offset, *plain, code)
+            i.set(now + whole.select(f.const(I64, LANES), 1))
     return module.text()
 
 
-def _slot_of(f: Function, name: str, slots: Value, i: Value, layout: Layout) -> Value:
-    if name == "append":
-        return f.load(I64, slots, i * 8)
-    page = f.load(I64, slots, (i // layout.page_size) * 8)
-    return page * layout.page_size + i % layout.page_size
+def _slot_of(f: Function, name: str, slots: Value, i: Value, n: Value, layout: Layout) -> tuple[Value, Value]:
+    """Return the slot of row `i`, and whether 16 rows from it on fill a tile."""
+    room = i + LANES <= n
+    if name == "gather":
+        page = f.load(I64, slots, (i // layout.page_size) * 8)
+        return page * layout.page_size + i % layout.page_size, room & (i % LANES).eq(0)
+    slot, kind = f.load(I64, slots, i * 8), vec(LANES, I64)
+    whole = f.var(I1, 0)
+    with f.when(room & (slot >= 0) & (slot % LANES).eq(0)):
+        steps = Value(f, kind, "<" + ", ".join(f"i64 {j}" for j in range(LANES)) + ">")
+        same = f.load(kind, slots, i * 8).eq(slot.splat(LANES) + steps)
+        whole.set(f.call(I1, f"llvm.vector.reduce.and.v{LANES}i1", same))
+    return slot, whole.get()

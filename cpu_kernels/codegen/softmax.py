@@ -59,8 +59,8 @@ def _keep(k: Frame, edge: Edge | None) -> list[Value]:
 
 
 def _scaled(k: Frame, weights: list[Value], keep: list[Value]) -> list[Value]:
-    """In int8 the weights carry V's scales, which may be garbage where masked."""
-    if k.layout.dtype != "int8":
+    """The weights carry V's scales (int8, fp8), which may be garbage where masked."""
+    if not k.layout.kind.limit:
         return weights
     out = [e * k.f.load(V16F, k.scales, 4 * k.page + t * 64) for t, e in enumerate(weights)]
     return [m.select(e, 0.0) for m, e in zip(keep, out, strict=True)] if keep else out

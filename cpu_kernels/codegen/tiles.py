@@ -4,7 +4,7 @@ A line holds 16 lanes of ``n`` elements (see `cpu_kernels.layout`). `Tiles` says
 
 - `WideTiles` widens a line to ``n`` float vectors and uses fused multiply-adds with float32 queries and weights; plain
   vector IR, so it is right on every level and LLVM cuts the vectors to the target's width.
-- `DotTiles` feeds bf16 lines to the AVX-512 BF16 dot product; queries and weights are bf16 pairs.
+- `DotTiles` feeds lines as bf16 pairs to the AVX-512 BF16 dot product; queries and weights are bf16 pairs.
 
 A *word* is one 4-byte factor that is spread over the lanes: a float32, or a pair of bf16.
 """
@@ -36,16 +36,8 @@ class WideTiles:
 
     def factors(self, f: Function, line: Value, mask: Value | None = None) -> list[Value]:
         """Load a line and return what is multiplied: one vector per word. `mask` clears bits of 32-bit lanes."""
-        dtype = self.layout.dtype
-        if dtype == "fp32":
-            return [f.load(V16F, line)]
-        if dtype == "fp16":
-            return [f16_to_f32(f.load(vec(16, I16), line), self.level)]
-        x = f.load(V16I, line)
-        x = x if mask is None else x & mask
-        if dtype == "bf16":
-            return [(x << 16).bits(V16F), (x & (0xFFFF0000 - 2**32)).bits(V16F)]
-        return [(x << (24 - 8 * j)).ashr(24).cast("sitofp", V16F) for j in range(4)]
+        x = f.load(self.layout.kind.line_kind, line)
+        return self.layout.kind.factors(x if mask is None else x & mask, self.level)
 
     def mac(self, acc: Value, factor: Value, word: Value) -> Value:
         """``acc + factor * word`` with the word spread over the lanes."""
@@ -63,11 +55,11 @@ def dot_bf16(acc: Value, line: Value, word: Value) -> Value:
 
 
 class DotTiles:
-    """bf16 lines and the 512-bit dot product of pairs; one instruction is 32 multiply-adds."""
+    """Lines as bf16 pairs and the 512-bit dot product of pairs; one instruction is 32 multiply-adds."""
 
     def __init__(self, layout: Layout, level: str) -> None:
         self.layout, self.level = layout, level
-        self.words_per_line = 1
+        self.words_per_line = layout.per_lane // 2
         self.word_kind = I32
         self.max_group = 8
 
@@ -77,13 +69,18 @@ class DotTiles:
 
     def factors(self, f: Function, line: Value, mask: Value | None = None) -> list[Value]:
         x = f.load(V16I, line)
-        return [x if mask is None else x & mask]
+        return self.layout.kind.pairs(x if mask is None else x & mask)
 
     def mac(self, acc: Value, factor: Value, word: Value) -> Value:
         return dot_bf16(acc, factor, word)
 
     def store_weights(self, f: Function, x: Value, where: Value) -> None:
-        f.store(f.call(vec(16, "bfloat"), "llvm.x86.avx512bf16.cvtneps2bf16.512", x), where)
+        half, order = vec(16, "bfloat"), self.layout.kind.pairs_order
+        y = f.call(half, "llvm.x86.avx512bf16.cvtneps2bf16.512", x)
+        if order != tuple(range(len(order))):
+            listed = ", ".join(f"i32 {base + i}" for base in range(0, 16, len(order)) for i in order)
+            y = f.let(half, f"shufflevector {half} {y.name}, {half} poison, {vec(16, I32)} <{listed}>")
+        f.store(y, where)
 
 
 Tiles = WideTiles | DotTiles

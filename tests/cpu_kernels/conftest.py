@@ -11,7 +11,7 @@ import pytest
 
 import cpu_kernels as ck
 
-LEVELS = tuple(level for level in ("avx512_bf16", "avx512", "avx2", "portable") if level in ck.isa.detect().available)
+LEVELS = ck.isa.detect(override="").available
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,20 @@ class Problem:
     def want(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         return ck.reference.decode_reference(self.q, self.k, self.v, self.table, self.lens, **options)
 
+    def coarse(self, isa: str) -> bool:
+        """Whether a level's kernel has queries and weights of 16 bits."""
+        kind = self.pages.layout.kind
+        pairs = kind.multiplies_pairs(isa, kind.extras(isa))
+        return pairs or (kind.bytes_dot and isa in ("avx512_bf16", "amx_bf16"))
+
     def bound(self, isa: str, **options: Any) -> float:
         """Twice the error of the plain computation in the kernel's precision, plus a small floor.
 
-        On ``avx512_bf16`` a bf16 kernel rounds queries and weights to bf16, and an int8 kernel to 16-bit fixed point
-        (held to the same bound); everything else computes in float32.
+        On ``avx512_bf16`` and ``amx_bf16`` bf16 and fp8 kernels round queries and weights to bf16, and an int8 kernel
+        to 16-bit fixed point (held to the same bound); everything else computes in float32.
         """
         want, _ = self.want(**options)
-        coarse = isa == "avx512_bf16" and self.pages.dtype in ("bf16", "int8")
-        plain = plain_decode(self, coarse, **options)
+        plain = plain_decode(self, self.coarse(isa), **options)
         return 2 * float(np.abs(plain - want).max(initial=0)) + 2e-6 * max(1.0, float(np.abs(self.v).max()))
 
 
@@ -97,7 +102,7 @@ def make_problem(
     num_layers: int = 1,
     poison: bool = True,
 ) -> Problem:
-    """Fill a pool with random values; slots past each row's length, and unused pages, hold NaN (int8: huge scales)."""
+    """Fill a pool with random values; slots past each row's length, and unused pages, hold NaN (and NaN scales)."""
     rng = np.random.default_rng(seed)
     lens = np.asarray(lens, np.int32)
     width = max(1, -(-int(lens.max(initial=1)) // page))
@@ -122,7 +127,7 @@ def poison_unused(pages: ck.KVPages, table: np.ndarray, lens: np.ndarray) -> Non
     free = set(range(pages.num_pages)) - {int(x) for i, n in enumerate(lens) for x in table[i, : -(-n // size)]}
     for layer in range(pages.num_layers):
         for page in free:
-            pages.buffer[layer, page] = 0xFF  # NaN in every float format, also of the int8 scales
+            pages.buffer[layer, page] = 0xFF  # NaN in every float format, also of the scales
     nan_row = np.full((1, pages.num_kv_heads, pages.head_dim), np.nan, np.float32)
     for i, n in enumerate(lens.tolist()):
         if n % size == 0:
@@ -130,11 +135,10 @@ def poison_unused(pages: ck.KVPages, table: np.ndarray, lens: np.ndarray) -> Non
         page = int(table[i, n // size])
         for offset in range(n % size, size):
             for layer in range(pages.num_layers):
-                if pages.dtype == "int8":
+                ck.append_kv(pages, layer, nan_row, nan_row, [page * size + offset])
+                if pages.layout.kind.limit:
                     scales = pages.buffer[layer, page, :, 2 * pages.layout.k_bytes :].view(np.float32)
                     scales[:, [offset, size + offset]] = np.nan
-                else:
-                    ck.append_kv(pages, layer, nan_row, nan_row, [page * size + offset])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import cpu_kernels as ck
 from cpu_kernels import backends, doctor
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "fp8"])
 def test_torch_back_end_follows_the_contract(problem: Any, dtype: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     p = problem([5, 0, 97], dtype=dtype)

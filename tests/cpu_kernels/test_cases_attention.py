@@ -13,7 +13,7 @@ from cpu_kernels.codegen.convert import EXP2
 
 
 @pytest.mark.parametrize("lens", [[5, 0, 3], [0], [0, 0, 0]])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "fp8"])
 def test_K01_zero_length_rows_are_written(problem: Any, level: str, lens: list[int], dtype: str) -> None:
     p = problem(lens, dtype=dtype)
     out, lse = p.run(isa=level)
@@ -33,14 +33,15 @@ def test_K01_sinks_do_not_fill_an_empty_row(problem: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 16, 17])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8"])
 def test_K03_scores_far_below_any_sentinel(problem: Any, level: str, dtype: str, length: int) -> None:
     p = problem([length], heads=1, group=1, dtype=dtype)
     ck.pack(p.pages, 0, p.table[0], np.full_like(p.k[p.table[0]], -100), np.ones_like(p.v[p.table[0]]))
     p.q[...] = 100
     out, lse = p.run(isa=level)
     assert np.abs(out - 1).max() < 1e-5
-    assert np.abs(lse - (-80_000 + math.log(length))).max() < (1 if dtype == "int8" else 0.02)
+    stored = ck.unpack(p.pages, 0, p.table[0])[0][0, 0, 0, 0]  # -100, or -96 in fp8
+    assert np.abs(lse - (800 * stored + math.log(length))).max() < (1 if dtype == "int8" else 0.02)
 
 
 def test_K03_a_score_of_minus_1e30(problem: Any, level: str) -> None:
@@ -95,7 +96,7 @@ def test_K08_odd_group_sizes(problem: Any, heads: int, group: int, dtype: str) -
     assert np.abs(out - p.want()[0]).max() <= p.bound(level)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp16", "int8", "fp8"])
 def test_K08_odd_group_in_the_other_dtypes(problem: Any, dtype: str) -> None:
     p = problem([257], heads=1, group=7, dim=128, dtype=dtype)
     assert np.abs(p.run()[0] - p.want()[0]).max() <= p.bound(ck.isa.detect().level)
@@ -214,7 +215,7 @@ def test_K22_products_beyond_fp16(problem: Any, level: str, size: int) -> None:
 
 def test_K24_masked_keys_weigh_exactly_nothing(problem: Any, level: str) -> None:
     assert EXP2[-1] == 1.0  # a score equal to the maximum weighs exactly 1
-    for dtype in ("fp32", "bf16", "fp16", "int8"):
+    for dtype in ("fp32", "bf16", "fp16", "int8", "fp8"):
         p = problem([3], heads=1, group=1, dtype=dtype, poison=False)
         used = p.table[0]
         k, v = np.zeros_like(p.k[used]), np.ones_like(p.v[used])
@@ -244,7 +245,7 @@ def test_K24_scores_of_minus_infinity_give_zero_weight(problem: Any, level: str)
     assert not out.any() and np.isneginf(lse).all()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8"])
 def test_K26_cap_and_window_are_applied_on_every_path(problem: Any, level: str, dtype: str) -> None:
     p = problem([300], heads=1, group=2, dtype=dtype)
     p.q[...] *= 8

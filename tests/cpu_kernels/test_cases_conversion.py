@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import cpu_kernels as ck
-from cpu_kernels import isa, jit
+from cpu_kernels import dtypes, isa, jit
 from cpu_kernels.codegen.rows import build_moves
-from cpu_kernels.layout import Layout
+from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k
 from cpu_kernels.pages import _MOVE, encode
 
 VALUES = np.array([3.14, 0.26914088, 1.00390625, 1.01171875, -1.00390625, 1e-40, 65504.0, 0.0, -0.0], np.float32)
@@ -30,9 +30,10 @@ def stored_by(level: str, dtype: str, values: np.ndarray) -> np.ndarray:
     row[: len(values)] = values
     slot = np.zeros(1, np.int64)
     _MOVE(loaded.addresses["append"])(
-        page.ctypes.data, page.nbytes, 1, slot.ctypes.data, 1, row.ctypes.data, 64, 64, row.ctypes.data, 64, 64, 0
-    )
-    k = ck.pages.unpack_k(page[: layout.k_bytes].view(layout.numpy_dtype), layout)
+        page.ctypes.data, page.nbytes, 1, slot.ctypes.data, 1,
+        row.ctypes.data, 64, 64, 0, row.ctypes.data, 64, 64, 0, 1, 0,
+    )  # fmt: skip
+    k = unpack_k(page[: layout.k_bytes].view(layout.numpy_dtype), layout)
     return k[0, : len(values)]
 
 
@@ -75,12 +76,12 @@ def test_K23_every_fp16_widens_exactly(level_name: str) -> None:
     loaded = jit.load(build_moves(layout, level), ("append", "gather"), jit.Target(isa.target_cpu(level)))
     bits = np.arange(65536, dtype=np.uint16).reshape(128, 1, 512)
     page = np.zeros(layout.head_bytes, np.uint8)
-    page[: layout.k_bytes] = ck.pages.pack_k(bits.reshape(128, 512), layout).view(np.uint8)
+    page[: layout.k_bytes] = pack_k(bits.reshape(128, 512), layout).view(np.uint8)
     out = np.zeros((2, 128, 1, 512), np.float32)
     number = np.zeros(1, np.int64)
     _MOVE(loaded.addresses["gather"])(
         page.ctypes.data, page.nbytes, 1, number.ctypes.data, 128,
-        out[0].ctypes.data, 2048, 2048, out[1].ctypes.data, 2048, 2048, 0,
+        out[0].ctypes.data, 2048, 2048, 0, out[1].ctypes.data, 2048, 2048, 0, 128, 0,
     )  # fmt: skip
     want = bits.view(np.float16).astype(np.float32)
     assert np.array_equal(out[0], want, equal_nan=True)
@@ -97,6 +98,67 @@ def test_K27_int8_scale_has_no_floor(level: str) -> None:
     assert scales is not None
     error = np.abs(codes * scales[:, None] - x)
     assert (error <= scales[:, None] * 0.5001).all() and np.array_equal(scales, np.abs(x).max(-1) / np.float32(127))
+
+
+def e4m3_by_search(x: np.ndarray) -> np.ndarray:
+    """The nearest of all finite values in float64, ties to the even code, saturating; NaN is 0x7F."""
+    finite = np.arange(127)
+    values = np.where(finite < 8, finite * 2.0**-9, (8 + finite % 8) * 2.0 ** (finite // 8 - 10.0))
+    distance = np.abs(np.abs(x.astype(np.float64))[:, None] - values)
+    tied = distance == distance.min(1, keepdims=True)
+    code = np.where(tied & (finite % 2 == 0), finite, np.where(tied, finite + 1000, 10_000)).min(1) % 1000
+    return np.where(np.isnan(x), 127, np.where(np.isinf(x), 126, code)) | np.where(np.signbit(x), 128, 0)
+
+
+def test_fp8_is_ocp_e4m3(level: str) -> None:
+    """Halfway points, subnormals, values past 448 and NaN; the row's largest is 448, so its scale is 1."""
+    exact = dtypes.E4M3[:127].astype(np.float64)
+    halves = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
+    near = np.concatenate([halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(500))])
+    x = np.concatenate([exact.astype(np.float32), near, np.array([0.0, 1e-40, 2**-10, 3 * 2**-11], np.float32)])
+    x = np.concatenate([x, -x])
+    assert np.array_equal(dtypes.to_e4m3(x), e4m3_by_search(x))
+    for part in np.array_split(x, len(x) // 14):
+        row = np.concatenate([part, np.array([448.0], np.float32)])
+        assert np.array_equal(stored_by(level, "fp8", row), e4m3_by_search(row))
+    wild = np.array([np.nan, 448, -np.nan, 1e-3], np.float32)
+    assert stored_by(level, "fp8", wild).tolist() == e4m3_by_search(wild).tolist()
+    assert dtypes.to_e4m3(np.array([449, 1e30, np.inf, -np.inf], np.float32)).tolist() == [126, 126, 126, 254]
+
+
+def test_fp8_agrees_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert np.array_equal(codes.float().numpy(), dtypes.E4M3, equal_nan=True)
+    x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32) * 100
+    x = x[np.abs(x) <= 448]
+    assert np.array_equal(torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), dtypes.to_e4m3(x))
+
+
+def test_fp8_every_code_reads_back_and_multiplies_exactly(problem: Any, level: str) -> None:
+    """All 256 codes as V under a weight of one: subnormals are numbers on every level, NaN stays where it is."""
+    pages = ck.KVPages(1, 1, 256, 16, "fp8", huge_pages=False)
+    layout = pages.layout
+    codes = np.arange(256, dtype=np.uint8)
+    pages.buffer[0, 0, 0, layout.k_bytes : 2 * layout.k_bytes].view(np.uint8)[...] = pack_v(
+        np.broadcast_to(codes, (16, 256)), layout
+    )
+    pages.buffer[0, 0, 0, 2 * layout.k_bytes :].view(np.float32)[...] = 1.0
+    assert np.array_equal(ck.unpack(pages, 0, [0])[1][0, 0, 3], dtypes.E4M3, equal_nan=True)
+    out = np.empty((1, 1, 256), np.float32)
+    ck.plan_decode(pages, [[0]], [1], 1, isa=level).run(np.ones((1, 1, 256), np.float32), out)
+    assert np.array_equal(out[0, 0], dtypes.E4M3, equal_nan=True)
+
+
+def test_fp8_rows_of_infinities_and_of_tiny_values(level: str) -> None:
+    pages = ck.KVPages(1, 1, 16, 16, "fp8", huge_pages=False)
+    rows = np.zeros((3, 1, 16), np.float32)
+    rows[0, 0, :2], rows[1, 0, :2], rows[2, 0, 0] = (np.inf, 1.0), (1e-38, -2e-39), np.nan
+    ck.append_kv(pages, 0, rows, rows, [0, 1, 2])
+    k, _ = ck.unpack(pages, 0, [0])
+    assert k[0, 0, 0, :2].tolist() == [448 * 2.0**119, 0.0]
+    assert np.abs(k[0, 0, 1, :2] / rows[1, 0, :2] - 1).max() < 0.07
+    assert np.isnan(k[0, 0, 2, 0]) and (k[0, 0, 2, 1:] == 0).all()
 
 
 def test_K29_k_and_v_scales_keep_to_their_sides(problem: Any, level: str) -> None:
@@ -167,9 +229,9 @@ def test_K36_threads_may_run_kernels_at_once(problem: Any, environment: dict[str
 def test_K41_a_changed_constant_is_another_object(monkeypatch: Any, tmp_path: Path) -> None:
     """The cache is keyed by what is compiled, so a constant that is changed in another module takes effect."""
     monkeypatch.setenv("CPU_KERNELS_CACHE", str(tmp_path))
-    layout, target = Layout("bf16", 16, 16), jit.Target(isa.target_cpu("portable"))
+    layout, target = Layout("fp8", 16, 16), jit.Target(isa.target_cpu("portable"))
     before = build_moves(layout, "portable")
-    monkeypatch.setattr("cpu_kernels.codegen.rows.LANES", 8)
+    monkeypatch.setattr("cpu_kernels.dtypes.LARGEST", 1.0)
     after = build_moves(layout, "portable")
     assert jit.object_key(before, target) != jit.object_key(after, target)
     assert jit.object_key(before, target) != jit.object_key(before, jit.Target("haswell"))

@@ -16,7 +16,7 @@ from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
 from cpu_kernels.memory import allocate, available_bytes
 from cpu_kernels.pages import encode
 
-DTYPES = ("fp32", "bf16", "fp16", "int8")
+DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])

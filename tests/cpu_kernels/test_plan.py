@@ -56,7 +56,7 @@ def test_unknown_backend_and_level() -> None:
         ({"head_dim": 528}, "head_dim 528 is not supported"),
         ({"page_size": 24}, "page_size 24 is not supported; supported: 16, 32, 64, 128"),
         ({"page_size": 8}, "page_size 8 is not supported"),
-        ({"dtype": "fp8"}, "dtype 'fp8' of the KV pages is unknown; known: fp32, bf16, fp16, int8"),
+        ({"dtype": "fp6"}, "dtype 'fp6' of the KV pages is unknown; known: fp32, bf16, fp16, int8, fp8"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
