@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gpu_kernels.config import DTYPES, HEAD_DIMS, PAGE_SIZES
+from gpu_kernels.config import DTYPES, HEAD_DIMS, PAGE_SIZES, SCALED
 
 _INT32_MAX = 2**31 - 1
 
@@ -35,8 +35,9 @@ class CacheShape:
             refuse("page_size", f"{self.page_size} is not supported; use one of {PAGE_SIZES}")
         if self.num_kv_heads < 1:
             refuse("num_kv_heads", f"{self.num_kv_heads} must be at least 1")
-        if self.dtype not in (*DTYPES, torch.int8):
-            refuse("k_cache", f"dtype {self.dtype} is not supported; use float32, float16, bfloat16 or int8")
+        if self.dtype not in (*DTYPES, *SCALED):
+            known = "float32, float16, bfloat16, int8 or float8_e4m3fn"
+            refuse("k_cache", f"dtype {self.dtype} is not supported; use {known}")
         if max(self.stride, self.stride_head) > _INT32_MAX:
             refuse("k_cache", f"page stride {self.stride} exceeds {_INT32_MAX} elements")
         if self.stride % 16 or self.stride_head % 16:
@@ -44,7 +45,7 @@ class CacheShape:
 
     @property
     def quantised(self) -> bool:
-        return self.dtype is torch.int8
+        return self.dtype in SCALED
 
     @property
     def page_shift(self) -> int:
@@ -86,6 +87,11 @@ def cache_shape(k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheShape:
     return CacheShape(
         pages, heads, page_size, head_dim, k_cache.dtype, k_cache.device, k_cache.stride(0), k_cache.stride(1)
     )
+
+
+def codes(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as the kernels take it: fp8 by its bits, so that they run on devices without the type."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
 
 
 def check_head_dim(name: str, head_dim: int) -> None:
@@ -132,13 +138,14 @@ def check_rows(
 def check_scales(
     cache: CacheShape, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """int8 caches need both scales, [num_pages, num_kv_heads, page_size] float32; others take none."""
+    """int8 and fp8 caches need both scales, [num_pages, num_kv_heads, page_size] float32; others take none."""
     if not cache.quantised:
         if k_scale is not None or v_scale is not None:
             refuse("k_scale, v_scale", f"given for a cache of {cache.dtype}, which has none")
         return None
     if k_scale is None or v_scale is None:
-        raise ValueError("k_scale, v_scale: an int8 cache needs both, [num_pages, num_kv_heads, page_size] float32")
+        name = "an int8" if cache.dtype is torch.int8 else "a float8_e4m3fn"
+        raise ValueError(f"k_scale, v_scale: {name} cache needs both, [num_pages, num_kv_heads, page_size] float32")
     shape = (cache.num_pages, cache.num_kv_heads, cache.page_size)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_tensor(name, scale, shape, (torch.float32,), cache.device)

@@ -15,6 +15,7 @@ from gpu_kernels.capability import Capability
 HEAD_DIMS = range(16, 257, 16)
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALED = (torch.int8, torch.float8_e4m3fn)  # cache dtypes with a scale per token and kv head
 SPLIT_MULTIPLE = 64  # no decode tile is longer, so a split always begins on a tile
 MAX_HIDDEN = 16_384
 HEADS_PER_PROGRAM = 4  # append, rope
@@ -145,11 +146,11 @@ def silu_mul_config() -> Config:
 
 def pack_config(dtype: torch.dtype, head_dim: int) -> Config:
     """``bodies.pack.pack`` and ``unpack``."""
-    share = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}[dtype]
+    share = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}.get(dtype, 4)
     block_d = block_of(head_dim)
     constants = {
         "SHARE": share,
-        "SCALES": dtype is torch.int8,
+        "SCALES": dtype in SCALED,
         "BLOCK_W": max(4, block_d // share),
         "BLOCK_D": block_d,
     }

@@ -25,7 +25,7 @@ from gpu_kernels.checks import (
     first_where,
     refuse,
 )
-from gpu_kernels.config import pack_config
+from gpu_kernels.config import SCALED, pack_config
 from gpu_kernels.launch import launch
 
 # by cache dtype: elements per word, word dtype, V element dtype (unsigned: widening must not copy the sign)
@@ -34,6 +34,7 @@ _WORDS = {
     torch.bfloat16: (2, torch.int32, torch.uint16),
     torch.float16: (1, torch.int16, torch.int16),
     torch.int8: (4, torch.int32, torch.uint8),
+    torch.float8_e4m3fn: (4, torch.int32, torch.uint8),
 }
 
 
@@ -52,8 +53,8 @@ class BlockShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one page of one kv head: K, V, and the scales of an int8 cache."""
-        scales = 8 * self.page_size if self.dtype is torch.int8 else 0
+        """Bytes of one page of one kv head: K, V, and the scales of an int8 or fp8 cache."""
+        scales = 8 * self.page_size if self.dtype in SCALED else 0
         return 2 * self.page_size * self.head_dim * self.dtype.itemsize + scales
 
     @property
@@ -81,13 +82,13 @@ def pack_for_cpu(
     Parameters
     ----------
     k_cache, v_cache
-        [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16 or int8.
+        [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16, int8 or float8_e4m3fn.
     page_ids
         [num_ids] int32 or int64.
     out
         Where to write; made when absent.
     k_scale, v_scale
-        For an int8 cache: [num_pages, num_kv_heads, page_size] float32.
+        For an int8 or fp8 cache: [num_pages, num_kv_heads, page_size] float32.
     check_ids
         Check the ids. On a CUDA tensor that waits for the device; pass False where the caller knows.
 

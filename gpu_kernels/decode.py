@@ -17,6 +17,7 @@ from gpu_kernels.checks import (
     ceil_div,
     check_lengths,
     check_table,
+    codes,
     first_keys_of,
     host_integers,
     owners,
@@ -90,7 +91,7 @@ class DecodePlan:
         lse
             [num_seqs, num_q_heads] float32, natural log; made when absent. A sequence without keys: out 0, lse -inf.
         k_scale, v_scale
-            For an int8 cache: [num_pages, num_kv_heads, page_size] float32.
+            For an int8 or fp8 cache: [num_pages, num_kv_heads, page_size] float32.
         workspace
             ``workspace_size`` float32 elements or more; made when absent.
 
@@ -143,7 +144,7 @@ class DecodePlan:
         grid = (self.num_parts, cache.num_kv_heads, -(-attention.group // self.config.constants["BLOCK_G"]))
         launch(
             bodies.attend_split, grid, self.config, cache.device,
-            q, k_cache, v_cache, *scales, attention.alibi_slopes, sinks, self.item_seq, self.item_split,
+            q, codes(k_cache), codes(v_cache), *scales, attention.alibi_slopes, sinks, self.item_seq, self.item_split,
             self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides, out.stride(0),
             out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale, attention.logits_soft_cap,
             attention.window_left, attention.group, cache.head_dim, cache.page_shift, self.split_tokens,
@@ -178,14 +179,14 @@ def plan_decode(
     Parameters
     ----------
     k_cache, v_cache
-        One layer's cache, for its geometry: [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16
-        or int8. Contents are not read.
+        One layer's cache, for its geometry: [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16,
+        int8 or float8_e4m3fn. Contents are not read.
     block_table
         [num_seqs, max_pages] int32. Entries before the window and past a sequence's last page are never read.
     seq_lens
         [num_seqs] int32, keys per sequence; 0 is an empty sequence. Give host tensors: device ones are copied down.
     q_dtype
-        dtype of the queries; the cache's by default, and for an int8 cache the device's 16-bit type.
+        dtype of the queries; the cache's by default, and for one with scales the device's 16-bit type.
     sm_scale
         Factor on q.k; ``head_dim ** -0.5`` by default.
     window_left

@@ -4,7 +4,16 @@ import torch
 
 from gpu_kernels.bodies import cache as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import CacheShape, cache_shape, check_rows, check_scales, check_tensor, first_where, refuse
+from gpu_kernels.checks import (
+    CacheShape,
+    cache_shape,
+    check_rows,
+    check_scales,
+    check_tensor,
+    codes,
+    first_where,
+    refuse,
+)
 from gpu_kernels.config import DTYPES, append_config
 from gpu_kernels.launch import launch
 
@@ -22,7 +31,9 @@ def append_kv(
 ) -> None:
     """Write token rows into their slots, converting to the cache's dtype.
 
-    An int8 cache gets ``code = round(x / scale)``, ``scale = max|x| / 127`` per token and head, without a floor.
+    An int8 cache gets ``code = round(x / scale)``, ``scale = max|x| / 127`` per token and head, without a floor;
+    a float8_e4m3fn one ``code = e4m3(x / scale)``, saturating, with NaN kept, ``scale`` the smallest power of two that
+    brings max|x| to 448 at most.
 
     Parameters
     ----------
@@ -33,7 +44,7 @@ def append_kv(
     slot_mapping
         [num_tokens] int64, ``page * page_size + offset``, each slot at most once; -1 skips the row.
     k_scale, v_scale
-        For an int8 cache: [num_pages, num_kv_heads, page_size] float32, written.
+        For an int8 or fp8 cache: [num_pages, num_kv_heads, page_size] float32, written.
     check_ids
         Check the slots' range and uniqueness. On a CUDA tensor that waits for the device: call `check_slots` on the
         host's copy once per batch, and pass False for every layer.
@@ -58,7 +69,7 @@ def append_kv(
     grid = (shape[0], -(-cache.num_kv_heads // config.constants["BLOCK_H"]))
     launch(
         bodies.append, grid, config, cache.device,
-        k, v, slot_mapping, k_cache, v_cache, *scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k, v, slot_mapping, codes(k_cache), codes(v_cache), *scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *cache.strides, cache.num_kv_heads, cache.head_dim, cache.page_shift,
     )  # fmt: skip
 

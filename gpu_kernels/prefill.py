@@ -10,6 +10,7 @@ from gpu_kernels.checks import (
     ceil_div,
     check_lengths,
     check_table,
+    codes,
     first_keys_of,
     first_where,
     host_integers,
@@ -63,7 +64,7 @@ class PrefillPlan:
             [num_tokens, num_q_heads, head_dim] of ``q_dtype`` and [num_tokens, num_q_heads] float32 (natural log);
             made when absent.
         k_scale, v_scale
-            For an int8 cache: [num_pages, num_kv_heads, page_size] float32.
+            For an int8 or fp8 cache: [num_pages, num_kv_heads, page_size] float32.
 
         Returns
         -------
@@ -79,7 +80,8 @@ class PrefillPlan:
         out, lse = attention.results(self.num_tokens, out, lse)
         launch(
             bodies.attend_tile, (self.num_items, cache.num_kv_heads), self.config, cache.device,
-            q, k_cache, v_cache, *scales, attention.alibi_slopes, attention.sinks, self.item_seq, self.item_tile,
+            q, codes(k_cache), codes(v_cache), *scales, attention.alibi_slopes, attention.sinks, self.item_seq,
+            self.item_tile,
             self.block_table, self.query_start_loc, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides,
             out.stride(0), out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale,
             attention.logits_soft_cap, attention.window_left, int(self.causal), attention.group, cache.head_dim,
@@ -134,9 +136,7 @@ def plan_prefill(
     # a chunk reads from the window of its first token on, and a sequence without a chunk reads nothing
     first_keys = first_keys_of(lens - q_lens + 1, window_left)
     check_table(table, torch.where(q_lens > 0, lens, 0), first_keys, cache)
-    config = prefill_config(
-        attention.q_dtype, cache.quantised, attention.extras, cache.head_dim, attention.capability
-    )
+    config = prefill_config(attention.q_dtype, cache.quantised, attention.extras, cache.head_dim, attention.capability)
     item_seq, item_tile = _work(q_lens, lens, attention.group, config.constants["BLOCK_M"])
     num_tokens = int(starts[-1])
     item_seq, item_tile, starts, table, lens = upload(cache.device, item_seq, item_tile, starts, table, lens)

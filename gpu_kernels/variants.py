@@ -18,6 +18,8 @@ from gpu_kernels.config import Config
 TARGETS = (75, 80, 86, 89, 90, 100)
 BLOCK_DIMS = (16, 32, 64, 128, 256)  # head dims in between share the next one's code
 _F32, _F16, _BF16, _I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
+_FP8 = torch.uint8  # as kernels see it
+_CODES = (_I8, _FP8)
 _NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -92,13 +94,13 @@ def variants(sm: int) -> list[Variant]:
 
 
 def _label(dtype: torch.dtype) -> str:
-    return _NAMES[dtype]
+    return "fp8" if dtype is _FP8 else _NAMES[dtype]
 
 
 def _flavours() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int]]:
     """Query dtype, cache dtype, extras, block of head dims."""
     for dtype in (_F32, _F16, _BF16):
-        for store in (dtype, _I8):
+        for store in (dtype, *_CODES):
             for extras in (False, True):
                 for dim in BLOCK_DIMS:
                     yield dtype, store, extras, dim
@@ -106,8 +108,8 @@ def _flavours() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int]]:
 
 def _decode(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
-        for group in configs.group_blocks(dtype, store is _I8, capability):
-            config = configs.decode_config(dtype, store is _I8, extras, group, dim, capability)
+        for group in configs.group_blocks(dtype, store in _CODES, capability):
+            config = configs.decode_config(dtype, store in _CODES, extras, group, dim, capability)
             for out in dict.fromkeys((dtype, _F32)):
                 types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", out))
                 name = f"q_{_label(dtype)}-kv_{_label(store)}-out_{_label(out)}-g{group}-d{dim}{'-extras' * extras}"
@@ -124,7 +126,7 @@ def _combine(capability: Capability) -> Iterator[Variant]:
 
 def _prefill(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
-        config = configs.prefill_config(dtype, store is _I8, extras, dim, capability)
+        config = configs.prefill_config(dtype, store in _CODES, extras, dim, capability)
         types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", dtype))
         name = f"q_{_label(dtype)}-kv_{_label(store)}-d{dim}{'-extras' * extras}"
         yield Variant("attend_tile", name, prefill.attend_tile, config, types, dim, dtype is not _F32)
@@ -132,16 +134,16 @@ def _prefill(capability: Capability) -> Iterator[Variant]:
 
 def _append(capability: Capability) -> Iterator[Variant]:
     for dtype in (_F32, _F16, _BF16):
-        for store in (_F32, _F16, _BF16, _I8):
+        for store in (_F32, _F16, _BF16, *_CODES):
             for dim in BLOCK_DIMS:
                 types: tuple[tuple[str, torch.dtype], ...] = (
                     ("k_ptr", dtype), ("v_ptr", dtype), ("k_cache_ptr", store), ("v_cache_ptr", store),
                     ("slot_ptr", torch.int64),
                 )  # fmt: skip
-                if store is not _I8:
+                if store not in _CODES:
                     types += (("k_scale_ptr", torch.int64), ("v_scale_ptr", torch.int64))
                 name = f"kv_{_label(dtype)}-cache_{_label(store)}-d{dim}"
-                config = configs.append_config(store is _I8, dim)
+                config = configs.append_config(store in _CODES, dim)
                 yield Variant("append", name, cache.append, config, types, dim, dtype is not _F32)
 
 
@@ -182,7 +184,7 @@ def _silu_mul(capability: Capability) -> Iterator[Variant]:
 
 def _pack(capability: Capability) -> Iterator[Variant]:
     words = {_F32: (torch.int32, torch.int32), _F16: (torch.int16, torch.int16), _BF16: (torch.int32, torch.uint16)}
-    words[_I8] = (torch.int32, torch.uint8)
+    words[_I8] = (torch.int32, torch.uint8)  # fp8 moves as int8 does
     for store, (word, element) in words.items():
         for dim in BLOCK_DIMS:
             for ids in (torch.int32, torch.int64):

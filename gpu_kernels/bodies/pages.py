@@ -17,15 +17,27 @@ def offset_of(page, pos, stride_page, page_mask, head_dim):
 
 
 @triton.jit
+def from_e4m3(code):
+    """Values of OCP E4M3 codes (uint8) in float16, exactly: its exponent's bias is larger by 8, so 2**8 is missing."""
+    size = (code & 0x7F).to(tl.int16)
+    bits = (size << 7) | ((code & 0x80).to(tl.int16) << 8)
+    return tl.where(size == 0x7F, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+
+
+@triton.jit
 def load_tile(base, offset, live, offs_d, head_dim):
     """[keys, BLOCK_D] of the cache; 0 where the position is not live or the column is past head_dim."""
     mask = live[:, None] & (offs_d < head_dim)[None, :]
-    return tl.load(base + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    tile = tl.load(base + offset[:, None] + offs_d[None, :], mask=mask, other=0)
+    if base.dtype.element_ty == tl.uint8:
+        return from_e4m3(tile)
+    else:
+        return tile
 
 
 @triton.jit
 def load_scale(base, page, pos, live, stride_page, page_mask):
-    """int8 scales of positions: scales are [num_pages, num_kv_heads, page_size] float32."""
+    """Scales of positions (int8, fp8): are [num_pages, num_kv_heads, page_size] float32."""
     return tl.load(base + page * stride_page + (pos & page_mask), mask=live, other=0.0)
 
 
@@ -33,8 +45,8 @@ def load_scale(base, page, pos, live, stride_page, page_mask):
 def weigh(weight, v, v_scale, QUANTISED: tl.constexpr, COMPUTE: tl.constexpr):
     """``weight [rows, keys] @ v [keys, BLOCK_D]`` in float32.
 
-    int8 codes are exact in 16 bits, so the per-token scale moves to the weight. It is taken relative to the tile's
-    largest one: a 16-bit weight then keeps its precision whatever the size of the values.
+    Codes of int8 and fp8 are exact in 16 bits, so the per-token scale moves to the weight. It is taken relative to the
+    tile's largest one: a 16-bit weight then keeps its precision whatever the size of the values.
     """
     if QUANTISED:
         largest = tl.max(v_scale, axis=0)

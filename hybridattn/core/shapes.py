@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 
 from hybridattn.core.errors import InputError
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes per element of ``fp32``, ``bf16``, ``fp16`` or ``int8``; InputError for another name."""
+    """Bytes per element of ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``; InputError for another name."""
     if dtype not in DTYPE_BYTES:
         raise InputError(f"dtype '{dtype}' is unknown; choose one of {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

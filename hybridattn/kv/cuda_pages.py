@@ -6,21 +6,22 @@ import torch
 
 from hybridattn.core.shapes import DTYPE_BYTES
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # with a float32 scale per token and KV head
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **SCALED}
 _SCALE_BYTES = 4
 
 
 def page_bytes(num_kv_heads: int, page_size: int, head_dim: int, dtype: str) -> int:
     """Bytes of K and V of one page of one layer, scales included."""
-    per_token = 2 * num_kv_heads * (head_dim * DTYPE_BYTES[dtype] + (_SCALE_BYTES if dtype == "int8" else 0))
+    per_token = 2 * num_kv_heads * (head_dim * DTYPE_BYTES[dtype] + (_SCALE_BYTES if dtype in SCALED else 0))
     return page_size * per_token
 
 
 class CudaPages:
     """K and V, ``[num_layers, num_pages, num_kv_heads, page_size, head_dim]`` each, in the Triton kernels' layout.
 
-    int8 pages have float32 scales ``[num_layers, num_pages, num_kv_heads, page_size]``. Nothing is cleared: slots past
-    a sequence's length are never read.
+    int8 and fp8 pages have float32 scales ``[num_layers, num_pages, num_kv_heads, page_size]``. Nothing is cleared:
+    slots past a sequence's length are never read.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class CudaPages:
         self._k = torch.empty(*size, head_dim, dtype=kind, device=device)
         self._v = torch.empty(*size, head_dim, dtype=kind, device=device)
         self._scales = tuple(
-            torch.empty(size, dtype=torch.float32, device=device) for _ in range(2 if dtype == "int8" else 0)
+            torch.empty(size, dtype=torch.float32, device=device) for _ in range(2 if dtype in SCALED else 0)
         )
 
     @property

@@ -17,7 +17,7 @@ def open_pages(
     Parameters
     ----------
     dtype : str
-        KV dtype: ``fp32``, ``bf16``, ``fp16`` or ``int8``.
+        KV dtype: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
     num_blocks : dict
         Pages per tier. A tier with 0 pages gets one that is never used, so that kernels always have an address.
 
@@ -29,7 +29,7 @@ def open_pages(
     pages = {}
     for tier in TIERS:
         count = max(1, num_blocks[tier])
-        layout = Layout(dtype, shape.head_dim, page_size)  # int8 pages hold their scales too
+        layout = Layout(dtype, shape.head_dim, page_size)  # int8 and fp8 pages hold their scales too
         need = layout.head_bytes * shape.num_kv_heads * shape.num_layers * count
         device.reserve(tier, need, f"a KV pool of {num_blocks[tier]} blocks of {page_size} tokens")
         pages[tier] = KVPages(count, shape.num_kv_heads, shape.head_dim, page_size, dtype, num_layers=shape.num_layers)

@@ -17,7 +17,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.cpu_blocks import Blocks, runs_of
-from hybridattn.kv.cuda_pages import TORCH_DTYPES, CudaPages, page_bytes
+from hybridattn.kv.cuda_pages import SCALED, TORCH_DTYPES, CudaPages, page_bytes
 from hybridattn.models.cuda_rows import CudaRows, Staging
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.fused_decoder import FusedDecoder
@@ -192,8 +192,9 @@ class CudaTier:
 def _check_dtypes(dtype: torch.dtype, kv_dtype: str, device: torch.device) -> None:
     if kv_dtype not in TORCH_DTYPES:
         raise InputError(f"kv_dtype '{kv_dtype}' is unknown; choose one of {', '.join(TORCH_DTYPES)}")
-    if kv_dtype != "int8" and TORCH_DTYPES[kv_dtype] is not dtype:
-        raise InputError(f"kv_dtype {kv_dtype} beside weights of {dtype}: on cuda K,V have their dtype, or int8")
+    if kv_dtype not in SCALED and TORCH_DTYPES[kv_dtype] is not dtype:
+        others = " or ".join(SCALED)
+        raise InputError(f"kv_dtype {kv_dtype} beside weights of {dtype}: on cuda K,V have their dtype, or {others}")
     try:
         gpu_kernels.capability_of(device).refuse_dtype("dtype", dtype)
     except ValueError as error:

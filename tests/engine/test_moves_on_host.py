@@ -69,7 +69,7 @@ def test_token_ids_hold_when_every_request_is_moved_there_and_back(real_model, p
     assert all(s.num_bytes == s.rows * 2 * 3 * 64 * 4 * 30 for s in moves)  # K, V; heads, head_dim, bytes, layers
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8", "fp8"])
 def test_random_weights_give_the_same_tokens_with_and_without_moves(tiny, kv_dtype):
     jobs = [[3, 1, 4, 1, 5], [9] * 40, [2, 6], [5, 3, 5, 8] * 6]
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -137,6 +137,10 @@ def make_batch(device: torch.device) -> Callable[..., Batch]:
                 scales[name] = torch.where(live[:, None, :], values, torch.nan).to(device)
         else:
             k, v = (torch.where(live[:, None, :, None], x, torch.nan) for x in (k, v))
+        if dtype is torch.float8_e4m3fn:
+            for name in ("k_scale", "v_scale"):
+                values = torch.rand(shape[:3], generator=draw) + 0.1
+                scales[name] = torch.where(live[:, None, :], values, torch.nan).to(device)
         k, v = k.to(dtype).to(device), v.to(dtype).to(device)
         return Batch(k, v, table, torch.tensor(lens, dtype=torch.int32), scales)
 

@@ -13,6 +13,7 @@ import torch
 
 import gpu_kernels as g
 from gpu_kernels import attention, compile_gate, config, cpu_layout, decode, fused, kv_cache, merge, prefill
+from gpu_kernels.config import SCALED
 from gpu_kernels.variants import TARGETS, Variant, variants
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def launch_attention(dtype: torch.dtype, store: torch.dtype, dim: int, group: int, cap: float) -> None:
     cache = torch.zeros(8, 2, 16, dim, dtype=store)
-    scale = torch.zeros(8, 2, 16) if store is torch.int8 else None
+    scale = torch.zeros(8, 2, 16) if store in SCALED else None
     scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
     table, heads = torch.arange(8, dtype=torch.int32)[None], 2 * group
     q = torch.zeros(1, heads, dim, dtype=dtype)
@@ -195,9 +196,9 @@ def launch_attention(dtype: torch.dtype, store: torch.dtype, dim: int, group: in
 
 def launch_moves(dim: int) -> None:
     """Packing moves bits, so bf16 is packed on every device."""
-    for store in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+    for store in (torch.float32, torch.float16, torch.bfloat16, *SCALED):
         cache = torch.zeros(8, 2, 16, dim, dtype=store)
-        scale = torch.zeros(8, 2, 16) if store is torch.int8 else None
+        scale = torch.zeros(8, 2, 16) if store in SCALED else None
         for ids in (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)):
             blocks = g.pack_for_cpu(cache, cache, ids, k_scale=scale, v_scale=scale)
             g.unpack_from_cpu(blocks, cache, cache, ids, k_scale=scale, v_scale=scale)
@@ -212,11 +213,12 @@ def test_launchers_compile_nothing_that_is_not_listed(recorder: Any, sm: int) ->
             for group in (1, 5, 17):
                 for cap in (0.0, 5.0):
                     launch_attention(dtype, dtype, dim, group, cap)
-                    launch_attention(dtype, torch.int8, dim, group, cap)
+                    for store in SCALED:
+                        launch_attention(dtype, store, dim, group, cap)
             rows = torch.zeros(2, 4, dim, dtype=dtype)
-            for store in (*dtypes, torch.int8):
+            for store in (*dtypes, *SCALED):
                 cache = torch.zeros(8, 4, 16, dim, dtype=store)
-                scale = torch.zeros(8, 4, 16) if store is torch.int8 else None
+                scale = torch.zeros(8, 4, 16) if store in SCALED else None
                 g.append_kv(rows, rows, cache, cache, torch.tensor([0, 1]), k_scale=scale, v_scale=scale)
             launch_moves(dim)
             g.merge_state(rows, torch.zeros(2, 4), rows, torch.zeros(2, 4))

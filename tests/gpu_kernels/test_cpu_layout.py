@@ -9,14 +9,16 @@ from cpu_kernels.layout import Layout, pack_k, pack_v
 from gpu_kernels import append_kv, block_shape, cache_shape, pack_for_cpu, unpack_from_cpu
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
-BITS = {"fp32": torch.int32, "fp16": torch.int16, "bf16": torch.int16, "int8": torch.int8}
+DTYPES["fp8"] = torch.float8_e4m3fn
+BITS = {"fp32": torch.int32, "fp16": torch.int16, "bf16": torch.int16, "int8": torch.int8, "fp8": torch.uint8}
 
 
 def pages(name: str, page: int, dim: int, device: torch.device) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(2)
     shape = (5, 3, page, dim)
-    if name == "int8":
-        caches = [torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8).to(device) for _ in range(2)]
+    if name in ("int8", "fp8"):
+        codes = [torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8) for _ in range(2)]
+        caches = [x.view(DTYPES[name]).to(device) for x in codes]
         names = ("k_scale", "v_scale")
         return caches, {name: torch.randn(shape[:3], generator=draw).to(device) for name in names}
     return [torch.randn(shape, generator=draw).to(DTYPES[name]).to(device) for _ in range(2)], {}
@@ -49,10 +51,10 @@ def test_unpacking_gives_the_pages_back_and_touches_no_other(device: torch.devic
     for got, want in (*zip(copies, (k, v), strict=True), *zip(copied.values(), scales.values(), strict=True)):
         raw = torch.int32 if got.dtype is torch.float32 else BITS[name]
         assert torch.equal(got[target.long()].view(raw), want[source.long()].view(raw))
-        assert torch.all(got[[2, 4]] == 0)
+        assert torch.all(got.view(raw)[[2, 4]] == 0)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8"])
 def test_a_cpu_layer_takes_the_blocks_as_they_are(device: torch.device, name: str) -> None:
     """Tokens appended by the CPU package, and the same rows packed here, are the same bytes of its pages."""
     draw = torch.Generator().manual_seed(8)
@@ -61,7 +63,7 @@ def test_a_cpu_layer_takes_the_blocks_as_they_are(device: torch.device, name: st
     cpu_kernels.append_kv(own, 1, k.numpy(), v.numpy(), np.arange(48))
     here = [torch.zeros(3, 2, 16, 32, dtype=DTYPES[name], device=device) for _ in range(2)]
     scales: dict[str, torch.Tensor] = {}
-    if name == "int8":
+    if name in ("int8", "fp8"):
         scales = {key: torch.zeros(3, 2, 16, device=device) for key in ("k_scale", "v_scale")}
         append_kv(k.to(device), v.to(device), *here, torch.arange(48, device=device), **scales)
     else:

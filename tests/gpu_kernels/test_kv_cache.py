@@ -1,9 +1,11 @@
 """Appending tokens: every slot in its place, nothing else touched, int8 codes and scales by the stated rule."""
 
+import numpy as np
 import pytest
 import torch
 
-from gpu_kernels import append_kv
+import cpu_kernels
+from gpu_kernels import append_kv, pack_for_cpu
 
 TYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
@@ -50,6 +52,21 @@ def test_int8_codes_are_within_half_a_step(device: torch.device, dtype: torch.dt
             assert torch.all(error <= scale[at][:, None] * 0.50001)
             assert torch.all(cache[at].abs().amax(-1) == torch.where(largest > 0, 127, 0))
         assert int(torch.isfinite(scale).sum()) == 5 * 5
+
+
+def test_fp8_codes_and_scales_are_those_of_the_cpu_package(device: torch.device) -> None:
+    """Largest values of every size, ties, subnormal codes, zeros, infinities and NaN."""
+    draw = torch.Generator().manual_seed(9)
+    k, v = (torch.randn(9, 2, 32, generator=draw) * 10.0 ** torch.arange(-36, 36, 8)[:, None, None] for _ in range(2))
+    k[0, 0, :5] = torch.tensor([448.0, 0.0, torch.nan, -torch.inf, 1e-3])
+    k[1], v[2, 1, :3] = 0.0, torch.tensor([448.0, 2.0**-10, 3 * 2.0**-10])
+    caches = [torch.zeros(1, 2, 16, 32, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    scales = {name: torch.zeros(1, 2, 16, device=device) for name in ("k_scale", "v_scale")}
+    append_kv(k.to(device), v.to(device), *caches, torch.arange(9, device=device), **scales)
+    own = cpu_kernels.KVPages(1, 2, 32, 16, "fp8", huge_pages=False)
+    cpu_kernels.append_kv(own, 0, k.numpy(), v.numpy(), np.arange(9))
+    blocks = pack_for_cpu(*caches, torch.zeros(1, dtype=torch.int32, device=device), **scales)
+    assert np.array_equal(blocks.cpu().numpy().reshape(-1), own.buffer.reshape(-1))
 
 
 def test_reads_views_of_a_fused_matrix(device: torch.device) -> None:

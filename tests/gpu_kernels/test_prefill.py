@@ -63,7 +63,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("store", [torch.float32, torch.int8])
+@pytest.mark.parametrize("store", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_match_the_oracle(
     make_batch: Callable[..., Any], device: torch.device, feature: str, store: torch.dtype

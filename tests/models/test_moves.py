@@ -29,8 +29,8 @@ from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 
 TOKENS = (1, 17, 31, 32, 33, 97)
 BLOCKS, PAGE = 12, 32
-HOST = [("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "int8"), ("bf16", "bf16")]
-CUDA = [("fp32", "fp32"), ("fp32", "int8"), ("bf16", "bf16"), ("fp16", "fp16")]
+HOST = [("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "int8"), ("fp32", "fp8"), ("bf16", "bf16")]
+CUDA = [("fp32", "fp32"), ("fp32", "int8"), ("fp32", "fp8"), ("bf16", "bf16"), ("fp16", "fp16")]
 POISON = 0xFF  # every float of these bytes is a NaN
 # scattered, some neighbours among them, and of different order on the two tiers
 GPU_BLOCKS, ELSEWHERE, CPU_BLOCKS = [7, 2, 3, 11], [5, 9, 0, 8], [1, 10, 4, 6]
@@ -118,7 +118,7 @@ def test_on_a_card_there_and_back_is_bit_equal(kernels, dtypes, tokens):
     check_moves(CudaPools, dtypes, tokens)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8"])
 def test_what_a_card_sends_down_is_what_the_cpus_kernels_read(kernels, kv_dtype):
     """The same rows written on the card and moved, against the CPU's own append: equal for whoever gathers them."""
     device = CudaDevice(runtime=FakeCuda(4))

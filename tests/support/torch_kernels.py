@@ -11,6 +11,7 @@ import torch
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
+NAMES[torch.float8_e4m3fn] = "fp8"
 
 
 class capability_of:  # noqa: N801  # stands for the launcher of that name
@@ -48,9 +49,12 @@ def append_kv(k, v, k_cache, v_cache, slot_mapping, *, check_ids, k_scale=None, 
     for x, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         values = x[rows].float()
         if scales is not None:
-            scale = values.abs().amax(-1) / 127
+            fp8 = cache.dtype is torch.float8_e4m3fn
+            scale = values.abs().amax(-1) / (448 if fp8 else 127)
+            scale = torch.exp2(torch.log2(scale).ceil()) if fp8 else scale
             scales[page, :, inside] = scale
-            values = torch.where(scale[..., None] > 0, (values / scale[..., None]).round(), 0.0)
+            values = torch.where(scale[..., None] > 0, values / scale[..., None], 0.0)
+            values = values if fp8 else values.round()
         cache[page, :, inside] = values.to(cache.dtype)
 
 
@@ -106,6 +110,8 @@ def _parts(k_cache, v_cache, k_scale, v_scale):
 
 
 def _bits(x):
+    if x.dtype is torch.float8_e4m3fn:
+        return x.view(torch.uint8).numpy()
     return x.view(torch.int16).numpy().view("uint16") if x.dtype is torch.bfloat16 else x.numpy()
 
 
