@@ -31,7 +31,12 @@ def real_model() -> Any:
 
 
 @pytest.fixture(scope="session")
-def prompts() -> dict[str, dict[str, Any]]:
-    """The committed prompts by name: text, num_tokens, token_ids (16 greedy), min_gap."""
+def prompts(real_model: Any) -> dict[str, dict[str, Any]]:
+    """The committed prompts by name: text, num_tokens, token_ids (16 greedy), min_gap. That of a chat has its marks."""
+    from hybridattn.models.text import ChatText
+
     path = Path(__file__).parent / "data" / "prompts.json"
-    return {p["name"]: p for p in json.loads(path.read_text(encoding="utf-8"))["prompts"]}
+    found = {p["name"]: p for p in json.loads(path.read_text(encoding="utf-8"))["prompts"]}
+    chat = found["chat"]["text"]
+    found["chat"]["text"] = ChatText(chat, real_model.tokenizer.encode(chat, control_tokens=True))
+    return found

@@ -22,6 +22,7 @@ import tokenizers
 
 from hybridattn.core.errors import InputError
 
+_LARGEST_ID = 2**32 - 1  # what the library takes
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -64,7 +65,11 @@ class ByteDecoder:
 
 
 class _Pieces:
-    """Spelling and kind of each id, from the tokenizers library."""
+    """Spelling and kind of each id, from the tokenizers library.
+
+    An id that the vocabulary does not have has no spelling and no bytes: models have more ids than their tokenizers
+    where the vocabulary is padded, and may draw one.
+    """
 
     strips_first_space = False
 
@@ -79,11 +84,11 @@ class _Pieces:
 
     def spelling(self, token_id: int) -> str:
         piece = self._added.get(token_id)
-        if piece is None:
-            piece = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        if piece is None:
+        if piece is None and token_id < 0:
             raise InputError(f"token id {token_id} is not in the vocabulary")
-        return piece
+        if piece is None and token_id <= _LARGEST_ID:
+            piece = self._backend.id_to_token(token_id)
+        return piece or ""
 
 
 class ByteLevelPieces(_Pieces):
@@ -116,7 +121,7 @@ class SentencePieces(_Pieces):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of the byte-level alphabet stands for.
+    """The byte that each character of the byte-level alphabet stands for: the library gives the characters alone.
 
     Printable Latin-1 characters stand for themselves; the other bytes, in order, for U+0100 onwards.
     """

@@ -41,7 +41,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Takes the next token and returns the text that is now certain; often empty.
 
-        InputError for an id that the vocabulary does not have.
+        An id that the vocabulary does not have is no text. InputError for one below 0.
         """
         if self._finished or self.stopped:
             return ""

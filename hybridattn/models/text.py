@@ -1,4 +1,4 @@
-"""Text to token ids and back: a facade over the ``tokenizers`` library, without transformers."""
+"""Text to token ids and back: a facade over the ``tokenizers`` library; chats go through transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,22 @@ from hybridattn.models.config import read_json
 from hybridattn.models.pieces import ByteDecoder, PieceTable, piece_table
 from hybridattn.models.stream import TextStream
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["ChatText", "TextStream", "Tokenizer"]
+
+
+class ChatText(str):
+    """A conversation as text, with the ids that the model reads.
+
+    In ``token_ids`` only the marks that the template wrote are control tokens; the same spelling inside a message is
+    ordinary text. What is made of it by adding or cutting is a plain ``str``, in which no spelling is a control token.
+    """
+
+    token_ids: tuple[int, ...]
+
+    def __new__(cls, text: str, token_ids: Sequence[int]) -> ChatText:
+        made = super().__new__(cls, text)
+        made.token_ids = tuple(token_ids)
+        return made
 
 
 class Tokenizer:
@@ -30,12 +45,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{folder} has no tokenizer.json")
-        try:
-            self._backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception
-            raise InputError(f"{path} is not a readable tokenizer: {e}") from e
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._backend = _backend(path)
+        self._backend.encode_special_tokens = True  # what a user writes is text, whatever it spells
         settings_path = folder / "tokenizer_config.json"
         self._settings = read_json(settings_path) if settings_path.exists() else {}
         self._folder = folder
@@ -67,26 +78,40 @@ class Tokenizer:
         framed = self._backend.encode(probe, add_special_tokens=True).ids
         return tuple(framed[: _find(framed, plain)])
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``. One BOS where the model wants one, also if the text (a chat template) begins with it.
+    def encode(self, text: str, control_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``, with one BOS in front where the model wants one.
 
-        Control tokens that are spelled out in the text become their ids.
+        Parameters
+        ----------
+        text : what a user wrote, in which ``<|endoftext|>`` is thirteen characters like any others; or what
+            ``apply_chat_template`` returned, whose marks are control tokens
+        control_tokens : control tokens that ``text`` spells out become their ids, a BOS at its start is the one that is
+            due; only for text that no user has written
         """
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise InputError(f"text holds half of a surrogate pair at character {e.start}: {text[e.start]!r}") from e
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        _refuse_half_characters(text, "text")
+        if isinstance(text, ChatText):
+            return self._after_prefix(list(text.token_ids))
+        if control_tokens:
+            return self._after_prefix(self._spelled.encode(text, add_special_tokens=False).ids)
+        return [*self.prefix_ids, *self._backend.encode(text, add_special_tokens=False).ids]
+
+    def _after_prefix(self, ids: list[int]) -> list[int]:
+        """``ids`` behind what comes before every text, unless they begin with it."""
         if self.prefix_ids and tuple(ids[: len(self.prefix_ids)]) == self.prefix_ids:
             return ids
         return [*self.prefix_ids, *ids]
 
+    @cached_property
+    def _spelled(self) -> tokenizers.Tokenizer:
+        """The tokenizer that takes spelled control tokens for themselves."""
+        return _backend(self._folder / "tokenizer.json")
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``. Bytes that are no UTF-8 become U+FFFD, one per maximal ill-formed part.
 
-        InputError for an id that the vocabulary does not have.
+        An id that the vocabulary does not have is no text: models pad their vocabularies. InputError for one below 0.
         """
         decoder = ByteDecoder(self.pieces, continues=False)
         parts = [
@@ -94,50 +119,96 @@ class Tokenizer:
         ]
         return "".join(parts) + decoder.finish()
 
-    @cached_property
-    def chat_template(self) -> str | None:
-        """The Jinja source of the chat template, or None."""
-        path = self._folder / "chat_template.jinja"
-        if path.exists():
-            return path.read_text(encoding="utf-8")
-        template = self._settings.get("chat_template")
-        return template if isinstance(template, str) else None
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> ChatText:
+        """A conversation as the model was trained on it; give it to ``encode`` or to ``LLM.generate``.
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation as the model was trained on it; encode it with ``encode``.
+        transformers renders it, with everything that templates of that library may use. Control tokens that a message,
+        a tool, a document or a variable spells out stay text. Marks that are no control tokens of the vocabulary (such
+        as ``[INST]`` in some) cannot be told from what a user writes.
 
         Parameters
         ----------
         messages : mappings with ``role`` and ``content``
         add_generation_prompt : append what makes the model answer
+        tools : functions with annotations and a docstring, or their JSON schemas
+        documents : mappings with ``title`` and ``text``
+        chat_template : Jinja source, or the name of one of the model's templates; default: the model's own
+        continue_final_message : leave the last message open instead, for the model to go on with it
+        variables : anything else that the template reads, such as ``enable_thinking``
 
         Raises
         ------
         InputError : the model has no chat template, or the template refuses the messages
         """
-        from jinja2 import TemplateError  # here, because most starts need no template engine
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if self.chat_template is None:
+        _refuse_half_characters([messages, tools, documents, variables], "messages")
+        if chat_template is None and not self.has_chat_template:
             raise InputError(f"model in {self._folder} has no chat template; give plain text")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        special = {key: self._special_text(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        told = {"tools": tools and list(tools), "documents": documents and list(documents), **variables}
+        told |= {"chat_template": chat_template, "continue_final_message": continue_final_message}
+        told["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            template = environment.from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **special)
-        except TemplateError as e:
+            text = self._chat.apply_chat_template(list(messages), tokenize=False, **told)
+            ids = self._chat.apply_chat_template(
+                list(messages), return_dict=False, sanitize_control_tokens=True, **told
+            )
+        except InputError:
+            raise
+        except Exception as e:  # whatever the code inside a template raises, besides its own refusals
             raise InputError(f"messages do not fit the chat template: {e}") from e
+        return ChatText(text, ids)
 
-    def _special_text(self, key: str) -> str:
-        token = self._settings.get(key)
-        return str(token.get("content") if isinstance(token, Mapping) else token or "")
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder holds one, in any of the forms that transformers writes."""
+        files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+        return bool(self._settings.get("chat_template")) or any((self._folder / name).exists() for name in files)
+
+    @cached_property
+    def _chat(self) -> Any:
+        """The same tokenizer in transformers, which most starts need not load (seconds)."""
+        from transformers import PreTrainedTokenizerFast
+
+        names = [key for key, value in self._settings.items() if isinstance(value, Mapping) and "content" in value]
+        tokens = {key: self._settings[key]["content"] for key in names}  # transformers wants them as strings
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True, **tokens)
+        except Exception as e:
+            raise InputError(f"transformers cannot read the tokenizer in {self._folder}: {e}") from e
 
 
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise InputError(f"{path} is not a readable tokenizer: {e}") from e
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
-    raise TemplateError(message)
+
+def _refuse_half_characters(value: Any, name: str) -> None:
+    """InputError for a string, at any depth, that holds half of a surrogate pair: it is no text."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"{name} holds half of a surrogate pair at character {e.start}: {value[e.start]!r}") from e
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            _refuse_half_characters(entry, name)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _refuse_half_characters(entry, name)
 
 
 def _find(framed: Sequence[int], plain: Sequence[int]) -> int:

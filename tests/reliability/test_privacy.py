@@ -130,6 +130,6 @@ def test_chat_templates_run_in_a_sandbox(tmp_path, real_model):
     from hybridattn.models.text import Tokenizer
 
     tokenizer = Tokenizer(real_model.source.folder)
-    tokenizer.__dict__["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(InputError, match="do not fit the chat template"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=escape)
