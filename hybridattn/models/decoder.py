@@ -1,8 +1,9 @@
 """The linear stages of a decoder: everything but attention, as functions of rows.
 
-A row's result is bit-equal whatever rows stand beside it. BLAS breaks that in two ways in float32: it uses other
-kernels for fewer than 4 rows, and with several threads each gets a share of the rows, of which one again may have fewer
-than 4. Hence every linear stage sees a multiple of 4 rows, the last ones padding.
+A row's result depends on the rows beside it by rounding alone: a BLAS library chooses its kernel by the number of rows,
+and with several threads each gets a share of them. Many libraries round alike from 4 rows on, hence every linear stage
+sees a multiple of 4 rows, the last ones padding. Others do so from 16 rows on only (MKL on Intel's processors), where
+that many would cost more than they are worth: there a row alone and the same row among others part in the last bits.
 """
 
 from __future__ import annotations

@@ -121,9 +121,10 @@ def test_logits_are_as_close_to_float64_as_those_of_transformers(real_model, ref
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_row_is_bit_equal_alone_and_among_700(dtype, threads, real_model, one_torch_thread):
-    """The sizes of the real model; the row counts where BLAS changes its kernel or its split between threads."""
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_a_row_parts_by_rounding_alone_from_itself_among_700(dtype, bound, threads, real_model, one_torch_thread):
+    """The sizes of the real model; the row counts where BLAS libraries change their kernel or their split between
+    threads. Which of them round alike is the library's business; a row of zeros beside it, or another row, is ours."""
     s = real_model.config.shape
     decoder = Decoder(real_model.config, load("smollm2-135m", dtype).weights)
     generator = torch.Generator().manual_seed(2)
@@ -139,7 +140,18 @@ def test_a_row_is_bit_equal_alone_and_among_700(dtype, threads, real_model, one_
     whole = stages(700)
     for n in [*range(1, 14), 17, 31, 64, 97, 257, 577, 699]:
         for alone, among in zip(stages(n), whole, strict=True):
-            assert torch.equal(alone, among[: len(alone)]), f"{n} rows"
+            among = among[: len(alone)].float()
+            assert (alone.float() - among).abs().max() <= bound * among.abs().max(), f"{n} rows"
+
+
+def test_rows_are_padded_to_a_multiple_of_four_and_the_padding_does_not_show(real_model):
+    decoder = Decoder(real_model.config, real_model.weights)
+    x, positions = torch.randn(5, 576), torch.arange(5)
+    alone = decoder.pre_attention(0, x, positions)
+    for got, want in zip(
+        decoder.pre_attention(0, torch.cat([x, torch.zeros(3, 576)]), torch.arange(8)), alone, strict=True
+    ):
+        assert torch.equal(got[:5], want)
 
 
 def test_stages_leave_their_inputs_alone(real_model):
