@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_kernels import handed
 from cpu_kernels.pages import append_kv, unpack
 from cpu_kernels.plan import DecodeInputs
 from cpu_kernels.torch_backend import as_torch
@@ -33,6 +34,7 @@ class IpexDecode:
     def run(self, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Any) -> None:
         if lse is not None:
             raise ValueError("backend 'ipex' gives no lse")
+        handed.take(self.inputs, q, out, lse, k_new, v_new)
         inputs, pages = self.inputs, self.inputs.pages
         if k_new is not None:
             append_kv(pages, layer, k_new, v_new, inputs.slots)
@@ -59,7 +61,7 @@ def make(inputs: DecodeInputs, isa: str | None) -> IpexDecode:
 
     asked = {
         "isa": isa is not None,
-        "window_left": inputs.window_left >= 0,
+        "window_left": inputs.windowed,
         "logits_soft_cap": inputs.logits_soft_cap > 0,
         "alibi_slopes": inputs.alibi_slopes is not None,
         "sinks": inputs.sinks is not None,

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cpu_kernels import handed, jit
 from cpu_kernels import isa as isa_levels
-from cpu_kernels import jit
-from cpu_kernels.arrays import View
 from cpu_kernels.codegen.decode import build_decode
 from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, Item, Job
 from cpu_kernels.layout import LANES, Layout
@@ -43,11 +42,11 @@ def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
     num_partials : int
         Slots of partial results that rows of several splits need.
     """
-    lens, first = inputs.seq_lens.astype(np.int64), inputs.first_keys()
+    first, last = inputs.reach.first, inputs.reach.last
     split = inputs.split_tokens
-    head, tail = first // split, -(-lens // split)
+    head, tail = first // split, -(-last // split)
     count = np.maximum(tail - head, 1)
-    row = np.repeat(np.arange(len(lens)), count)
+    row = np.repeat(np.arange(len(count)), count)
     index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
     partial = np.cumsum(np.where(count > 1, count, 0)) - np.where(count > 1, count, 0)
     items = np.empty((len(row), ITEM_WORDS), np.int64)
@@ -55,9 +54,9 @@ def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
     items[:, Item.NUM_SPLITS], items[:, Item.PARTIAL] = count[row], partial[row]
     start = (head[row] + index) * split
     items[:, Item.FIRST] = np.maximum(start, first[row])
-    items[:, Item.LAST] = np.minimum(start + split, lens[row])
+    items[:, Item.LAST] = np.minimum(start + split, last[row])
     items[:, Item.APPEND_SLOT] = np.where(index == count[row] - 1, inputs.slots[row], -1)
-    items[:, Item.SEQ_LEN] = lens[row]
+    items[:, Item.SEQ_LEN] = inputs.reach.query[row] + 1
     return items, int(np.where(count > 1, count, 0).sum())
 
 
@@ -93,9 +92,10 @@ def chunk_edges(items: np.ndarray, heads: int, token_bytes: int) -> np.ndarray:
 class Workspace:
     """Partial results and finish counters of one run in flight."""
 
-    __slots__ = ("partials", "counters", "partials_at", "counters_at")
+    __slots__ = ("partials", "counters", "partials_at", "counters_at", "partial_bytes")
 
     def __init__(self, partial_bytes: int, num_counters: int) -> None:
+        self.partial_bytes = partial_bytes
         self.partials = np.empty(partial_bytes // 4 + 16, np.float32)
         self.counters = np.zeros(num_counters, np.int64)
         self.partials_at, self.counters_at = self.partials.ctypes.data, self.counters.ctypes.data
@@ -117,8 +117,6 @@ class NativeDecode:
         self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0
-        self._q_shape = (inputs.num_seqs, inputs.num_q_heads, layout.head_dim)
-        self._kv_shape = (inputs.num_seqs, pages.num_kv_heads, layout.head_dim)
         self._spare: list[Workspace] = []
         self._call = _KERNEL(self.kernel)
         self._head, self._tail = self._make_head(), self._make_tail()
@@ -130,12 +128,13 @@ class NativeDecode:
                 table.ctypes.data, table.strides[0])  # fmt: skip
 
     def _make_tail(self) -> tuple[int, ...]:
-        """Words SM_SCALE to NUM_KV_HEADS, the same for every run."""
+        """Words SM_SCALE to SINKS_ROW, the same for every run."""
         inputs = self.inputs
         bits = np.array([inputs.sm_scale, inputs.logits_soft_cap], np.float32).view(np.uint32).tolist()
         tables = [0 if x is None else x.ctypes.data for x in (inputs.alibi_slopes, inputs.sinks)]
-        spare = JOB_WORDS - Job.UNITS_PER_ITEM - 1
-        return (*bits, *tables, inputs.pages.num_kv_heads, self.unit_heads, self.units_per_item, *(0,) * spare)
+        rows = [0 if x is None or x.ndim == 1 else x.strides[0] for x in (inputs.alibi_slopes, inputs.sinks)]
+        spare = JOB_WORDS - Job.SINKS_ROW - 1
+        return (*bits, *tables, inputs.pages.num_kv_heads, self.unit_heads, self.units_per_item, *rows, *(0,) * spare)
 
     def workspace(self) -> Workspace:
         return Workspace(self._partial_bytes, self._num_counters)
@@ -163,43 +162,49 @@ class NativeDecode:
         workspace: Workspace,
     ) -> tuple[Any, ...]:
         """Write the kernel's half of the descriptor at byte `at`; return what must stay alive while it runs."""
-        a, b = View("q", q).check("q", self._q_shape), View("out", out).check("out", self._q_shape)
-        pages = self.inputs.pages
+        given = handed.take(self.inputs, q, out, lse, k_new, v_new)
+        a, b, pages = given.q, given.out, self.inputs.pages
         workspace.counters[:] = 0  # a cancelled run leaves counts behind
         _HALF.pack_into(
             words, at + _HALF_AT, *self._head,
             a.pointer, a.strides[0], a.strides[1], a.code, b.pointer, b.strides[0], b.strides[1], b.code,
-            *self._lse_words(lse), pages.layer_address(layer), pages.page_bytes,
-            *self._new_words(k_new, v_new), workspace.partials_at, workspace.counters_at, *self._tail,
+            *_lse_words(given), pages.layer_address(layer), pages.page_bytes,
+            *_new_words(given), workspace.partials_at, workspace.counters_at, *self._tail,
         )  # fmt: skip
         return (self, q, out, lse, k_new, v_new, workspace)
 
-    def _lse_words(self, lse: Any) -> tuple[int, int]:
-        if lse is None:
-            return (0, 0)
-        view = View("lse", lse).check("lse", self._q_shape[:2])
-        if view.code != 0:
-            raise TypeError(f"lse must be float32, got {view.code.name.lower()}")
-        return (view.pointer, view.strides[0])
-
-    def _new_words(self, k_new: Any, v_new: Any) -> tuple[int, ...]:
-        if k_new is None and v_new is None:
-            return (0,) * 7
-        if k_new is None or v_new is None:
-            raise ValueError("k_new and v_new come together; one of them is missing")
-        k, v = View("k_new", k_new).check("k_new", self._kv_shape), View("v_new", v_new).check("v_new", self._kv_shape)
-        if k.code != v.code:
-            raise TypeError(f"k_new is {k.code.name.lower()} and v_new is {v.code.name.lower()}; both must agree")
-        return (k.pointer, k.strides[0], k.strides[1], v.pointer, v.strides[0], v.strides[1], k.code)
+    def fits(self, workspace: Any) -> Workspace:
+        """Refuse a workspace that is too small for this plan."""
+        if not isinstance(workspace, Workspace):
+            raise TypeError(f"workspace is a {type(workspace).__name__}: take it from the plan's workspace()")
+        need = (self._partial_bytes, self._num_counters)
+        have = (workspace.partial_bytes, len(workspace.counters))
+        if have[0] < need[0] or have[1] < need[1]:
+            raise ValueError(
+                f"workspace holds {have[0]} bytes and {have[1]} counters, this plan needs {need[0]} and {need[1]}: "
+                "take one from this plan's workspace()"
+            )
+        return workspace
 
     def run(self, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Any) -> None:
-        space = self.take() if workspace is None else workspace
+        space = self.take() if workspace is None else self.fits(workspace)
         words = ctypes.create_string_buffer(8 * JOB_WORDS)
         alive = self.fill(memoryview(words), 0, q, out, lse, layer, k_new, v_new, space)
         self._call(ctypes.addressof(words), 0, self.num_units)
         del alive
         if workspace is None:
             self.give(space)
+
+
+def _lse_words(given: handed.Handed) -> tuple[int, int]:
+    return (0, 0) if given.lse is None else (given.lse.pointer, given.lse.strides[0])
+
+
+def _new_words(given: handed.Handed) -> tuple[int, ...]:
+    k, v = given.k, given.v
+    if k is None or v is None:
+        return (0,) * 7
+    return (k.pointer, k.strides[0], k.strides[1], v.pointer, v.strides[0], v.strides[1], k.code)
 
 
 def make(inputs: DecodeInputs, isa: str | None) -> NativeDecode:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_kernels import isa, jit, topology
-from cpu_kernels.arrays import View, integers
+from cpu_kernels.arrays import View, integers, refuse_inside, refuse_overlap, whole
 from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.dtypes import kind_of
 from cpu_kernels.layout import Layout
@@ -77,7 +77,7 @@ class KVPages:
         touch: bool = True,
     ) -> None:
         for name, n in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads), ("num_layers", num_layers)):
-            if n < 1:
+            if whole(name, n) < 1:
                 raise ValueError(f"{name} must be at least 1, got {n}")
         self.layout = Layout(dtype, head_dim, page_size)
         self.num_pages, self.num_kv_heads, self.num_layers = num_pages, num_kv_heads, num_layers
@@ -103,15 +103,26 @@ class KVPages:
     def page_size(self) -> int:
         return self.layout.page_size
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address of the pool, and its bytes."""
+        return self._base, self.nbytes
+
     def layer_address(self, layer: int) -> int:
         """Address of page 0 of `layer`."""
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer {layer} is out of range: the pool has {self.num_layers} layers")
-        return self._base + layer * self.layer_bytes
+        return self._base + layer_of(layer, self.num_layers) * self.layer_bytes
 
     def __repr__(self) -> str:
         shape = f"{self.num_layers} layers x {self.num_pages} pages x {self.num_kv_heads} heads"
         return f"KVPages({shape} x {self.page_size} tokens x {self.head_dim}, {self.dtype}, {self.nbytes} bytes)"
+
+
+def layer_of(layer: Any, num_layers: int) -> int:
+    """A layer's number, or a sentence."""
+    number = whole("layer", layer)
+    if not 0 <= number < num_layers:
+        raise ValueError(f"layer {number} is out of range: the pool has {num_layers} layers")
+    return number
 
 
 @cache
@@ -156,7 +167,7 @@ def append_kv(pages: KVPages, layer: int, k: Any, v: Any, slot_mapping: Any) -> 
     k, v : array ``[n, num_kv_heads, head_dim]``
         fp32, bf16 or fp16, both of one dtype; rounded to nearest even.
     slot_mapping : int64 ``[n]``
-        ``page * page_size + offset`` of each row; -1 skips the row.
+        ``page * page_size + offset`` of each row, each slot at most once; -1 skips the row.
 
     Raises
     ------
@@ -170,8 +181,27 @@ def append_kv(pages: KVPages, layer: int, k: Any, v: Any, slot_mapping: Any) -> 
     if len(slots) and (slots.max() >= capacity or slots.min() < -1):
         row = int(np.argmax((slots >= capacity) | (slots < -1)))
         raise ValueError(f"slot_mapping[{row}] is {slots[row]}, outside -1 to {capacity - 1}")
+    if named := shared_slot(slots):
+        raise ValueError(named)
+    for x in (kv, vv):
+        refuse_inside(x, *pages.memory)
+    layer_of(layer, pages.num_layers)
     if len(slots):
         _move(pages, layer, 0, slots, len(slots), kv, vv)
+
+
+def shared_slot(slots: np.ndarray) -> str:
+    """Say which rows would write to one slot; empty when none do (-1 is no slot)."""
+    if len(slots) < 2 or (np.diff(slots) > 0).all():
+        return ""
+    order = np.argsort(slots, kind="stable")
+    found = slots[order]
+    twice = (found[1:] == found[:-1]) & (found[1:] >= 0)
+    if not twice.any():
+        return ""
+    slot = int(found[1:][twice][0])
+    rows = np.flatnonzero(slots == slot).tolist()
+    return f"slot_mapping: slot {slot} is named by rows {rows}; a slot may be written once per call"
 
 
 def gather_kv(pages: KVPages, layer: int, page_ids: Any, num_tokens: int, k_out: Any, v_out: Any) -> None:
@@ -192,18 +222,25 @@ def gather_kv(pages: KVPages, layer: int, page_ids: Any, num_tokens: int, k_out:
         For a wrong shape, dtype or page.
     """
     ids = integers("page_ids", page_ids, np.int64, 1)
+    num_tokens = whole("num_tokens", num_tokens)
     if num_tokens < 0 or num_tokens > len(ids) * pages.page_size:
         raise ValueError(f"num_tokens {num_tokens} does not fit {len(ids)} pages of {pages.page_size} tokens")
     used = ids[: -(-num_tokens // pages.page_size)]
     _check_ids("page_ids", used, pages.num_pages)
     shape = (num_tokens, pages.num_kv_heads, pages.head_dim)
-    kv, vv = _pair("k_out", k_out, "v_out", v_out, shape)
+    kv, vv = _pair("k_out", k_out, "v_out", v_out, shape, results=True)
+    refuse_overlap(kv, vv, in_place=False)
+    for x in (kv, vv):
+        refuse_inside(x, *pages.memory)
+    layer_of(layer, pages.num_layers)
     if num_tokens:
         _move(pages, layer, 1, used, num_tokens, kv, vv)
 
 
-def _pair(k_name: str, k: Any, v_name: str, v: Any, shape: tuple[int, ...]) -> tuple[View, View]:
-    kv, vv = View(k_name, k).check(k_name, shape), View(v_name, v).check(v_name, shape)
+def _pair(
+    k_name: str, k: Any, v_name: str, v: Any, shape: tuple[int, ...], *, results: bool = False
+) -> tuple[View, View]:
+    kv, vv = (x.check_result(shape) if results else x.check(shape) for x in (View(k_name, k), View(v_name, v)))
     if kv.code != vv.code:
         codes = kv.code.name.lower(), vv.code.name.lower()
         raise TypeError(f"{k_name} is {codes[0]} and {v_name} is {codes[1]}; both must have one dtype")
@@ -214,6 +251,11 @@ def _check_ids(name: str, ids: np.ndarray, num_pages: int) -> None:
     if len(ids) and (ids.min() < 0 or ids.max() >= num_pages):
         at = int(np.argmax((ids < 0) | (ids >= num_pages)))
         raise ValueError(f"{name}[{at}] is page {ids[at]}, but the pool has pages 0 to {num_pages - 1}")
+
+
+def _once(name: str, ids: np.ndarray) -> None:
+    if len(np.unique(ids)) != len(ids):
+        raise ValueError(f"{name} names {len(ids)} pages, {len(np.unique(ids))} of them different: each once, please")
 
 
 def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: int | None = None) -> None:
@@ -231,7 +273,10 @@ def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: in
         raise ValueError(f"src_ids names {len(a)} pages and dst_ids {len(b)}")
     _check_ids("src_ids", a, src.num_pages)
     _check_ids("dst_ids", b, dst.num_pages)
-    for number in range(src.num_layers) if layer is None else (layer,):
+    _once("dst_ids", b)
+    if src is dst and (again := sorted(set(a.tolist()) & set(b.tolist()))):
+        raise ValueError(f"page {again[0]} is both in src_ids and in dst_ids of one pool: copy in two calls")
+    for number in range(src.num_layers) if layer is None else (layer_of(layer, src.num_layers),):
         source, target = src.layer_address(number), dst.layer_address(number)
         for s, d in zip(a.tolist(), b.tolist(), strict=True):
             ctypes.memmove(target + d * dst.page_bytes, source + s * src.page_bytes, src.page_bytes)
@@ -242,17 +287,23 @@ def pack(pages: KVPages, layer: int, page_ids: Any, k: Any, v: Any) -> None:
 
     Parameters
     ----------
-    k, v : array ``[len(page_ids), num_kv_heads, page_size, head_dim]``
-        fp32, bf16 (NumPy uint16) or fp16, both of one dtype; stored in the pages' dtype as `append_kv` does.
+    page_ids : int ``[m]``
+        Each page at most once.
+    k, v : array ``[m, num_kv_heads, page_size, head_dim]``
+        fp32, bf16 (NumPy: uint16 bits) or fp16, both of one dtype; stored in the pages' dtype as `append_kv` does.
 
     Raises
     ------
     ValueError, TypeError
-        For a wrong shape, dtype or page.
+        For a wrong shape, dtype or page; nothing has been written then.
     """
     ids = integers("page_ids", page_ids, np.int64, 1)
     _check_ids("page_ids", ids, pages.num_pages)
+    _once("page_ids", ids)
     kv, vv = _pair("k", k, "v", v, (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim))
+    for x in (kv, vv):
+        refuse_inside(x, *pages.memory)
+    layer_of(layer, pages.num_layers)
     if len(ids):
         slots = (ids[:, None] * pages.page_size + np.arange(pages.page_size)).reshape(-1)
         _move(pages, layer, 0, slots, len(slots), kv, vv)
@@ -262,6 +313,7 @@ def unpack(pages: KVPages, layer: int, page_ids: Any) -> tuple[np.ndarray, np.nd
     """Read whole pages back as plain float32 ``[len(page_ids), num_kv_heads, page_size, head_dim]`` K and V."""
     ids = integers("page_ids", page_ids, np.int64, 1)
     _check_ids("page_ids", ids, pages.num_pages)
+    layer_of(layer, pages.num_layers)
     shape = (len(ids), pages.num_kv_heads, pages.page_size, pages.head_dim)
     k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
     if len(ids):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cpu_kernels import backends
-from cpu_kernels.arrays import floats, integers
-from cpu_kernels.pages import KVPages
+from cpu_kernels.arrays import floats, integers, number, whole
+from cpu_kernels.pages import KVPages, shared_slot
+from cpu_kernels.reach import Reach, flags, reach_of
 
 DEFAULT_SPLIT_TOKENS = 2048
 
@@ -26,45 +26,47 @@ class DecodeInputs:
     pages : KVPages
         The pool (not copied).
     block_table : ndarray int32 ``[n, max_pages]``
-        Entries past a sequence's last page may hold anything.
+        Entries of pages that hold no allowed key may be anything.
     seq_lens : ndarray int32 ``[n]``
         Keys of each row, an appended one included; 0 is an empty row.
+    reach : Reach
+        Which of its keys each row attends to.
     slots : ndarray int64 ``[n]``
         Where the newest token of each row lies; -1 for rows that append nothing.
     num_q_heads, group : int
         Query heads, and query heads per KV head.
     sm_scale, logits_soft_cap : float
         Scale of the scores; cap of the scaled scores (0: off).
-    window_left : int
-        Keys before the newest that are attended to; -1 for all.
-    alibi_slopes, sinks : ndarray float32 ``[num_q_heads]`` or None
+    alibi_slopes : ndarray float32 ``[num_q_heads]`` or ``[n, num_q_heads]``, or None
+    sinks : ndarray float32, like `alibi_slopes`; -inf where a head or row has none
     split_tokens : int
         Tokens of one split, a multiple of the page size.
+    shared_slot : str
+        Why nothing can be appended: two rows have one slot. Empty where they do not.
     """
 
     pages: KVPages
     block_table: np.ndarray
     seq_lens: np.ndarray
+    reach: Reach
     slots: np.ndarray
     num_q_heads: int
     group: int
     sm_scale: float
-    window_left: int
     logits_soft_cap: float
     alibi_slopes: np.ndarray | None
     sinks: np.ndarray | None
     split_tokens: int
+    shared_slot: str = ""
 
     @property
     def num_seqs(self) -> int:
         return len(self.seq_lens)
 
-    def first_keys(self) -> np.ndarray:
-        """Return the first position each row attends to, int64 ``[n]``."""
-        lens = self.seq_lens.astype(np.int64)
-        if self.window_left < 0:
-            return np.zeros_like(lens)
-        return np.maximum(lens - 1 - self.window_left, 0)
+    @property
+    def windowed(self) -> bool:
+        """Whether some row attends to fewer than all of its keys."""
+        return bool((self.reach.last - self.reach.first < self.seq_lens).any())
 
 
 class DecodePlan:
@@ -99,8 +101,8 @@ class DecodePlan:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V (and scales) that one run has to read, per layer, counted by tokens."""
-        inputs, layout = self.inputs, self.pages.layout
-        tokens = int((inputs.seq_lens.astype(np.int64) - inputs.first_keys()).sum())
+        reach, layout = self.inputs.reach, self.pages.layout
+        tokens = int((reach.last - reach.first).sum())
         return tokens * self.pages.num_kv_heads * (layout.head_bytes // layout.page_size)
 
     def workspace(self) -> Any:
@@ -150,11 +152,17 @@ def plan_decode(
     num_q_heads: int,
     *,
     sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
+    window_left: Any = -1,
+    window_right: Any = -1,
+    causal: Any = True,
+    logits_soft_cap: float | None = 0.0,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    with_sinks: Any = True,
+    key_start: Any = None,
+    query_pos: Any = None,
     slot_mapping: Any = None,
+    block_size: int | None = None,
     isa: str | None = None,
     backend: str = "native",
     split_tokens: int | None = None,
@@ -165,29 +173,39 @@ def plan_decode(
     ----------
     pages : KVPages
         K and V.
-    block_table : int ``[n, max_pages]``
-        Page numbers of each row. Columns past the last used page are never read.
+    block_table : int ``[n, max_blocks]``
+        Page numbers of each row. Entries without an allowed key (past the last, before the window) are never read.
     seq_lens : int ``[n]``
         Keys of each row, including a token appended by the run. 0: the row is empty (out 0, lse -inf).
     num_q_heads : int
         A multiple of the pages' KV heads.
     sm_scale : float, optional
         Scale of the scores; default ``head_dim ** -0.5``.
-    window_left : int
-        Attend to the last ``window_left + 1`` positions; -1 for all.
+    window_left, window_right : int, or int ``[n]``
+        Keys before and after the query that are attended to, beside its own position; -1 or None for all.
+    causal : bool, or bool ``[n]``
+        No key after the query is attended to (as with ``window_right=0``).
     logits_soft_cap : float
-        ``cap * tanh(score / cap)`` on the scaled scores, before the mask; 0 for none.
-    alibi_slopes : float ``[num_q_heads]``, optional
+        ``cap * tanh(score / cap)`` on the scaled scores, before the mask; 0 or None for none.
+    alibi_slopes : float ``[num_q_heads]`` or ``[n, num_q_heads]``, optional
         Adds ``slope * (key position - query position)`` to the (capped) scores.
-    sinks : float ``[num_q_heads]``, optional
-        A logit per head that takes part in the denominator alone (and in lse). An empty row stays empty.
+    sinks : float ``[num_q_heads]`` or ``[n, num_q_heads]``, optional
+        A logit per head that takes part in the denominator alone (and in lse); -inf for none. An empty row stays empty.
+    with_sinks : bool, or bool ``[n]``
+        Rows that count their sinks: of a sequence in several parts, one.
+    key_start : int ``[n]``, optional
+        Position of each row's first key, 0 by default: a row may be a part of a sequence.
+    query_pos : int ``[n]``, optional
+        Position of each query; default ``key_start + seq_lens - 1``, its last key's.
     slot_mapping : int ``[n]``, optional
         Slot of the newest token, ``page * page_size + offset``, -1 to append nothing to a row. It must be where the
-        block table puts position ``seq_len - 1`` (the default).
+        block table puts the row's last key (the default).
+    block_size : int, optional
+        Tokens of a block of the table where that is several pages: a multiple of the page size.
     isa : str, optional
         ISA level; default `cpu_kernels.isa.detect`.
     backend : str
-        ``native``, ``torch`` or ``ipex``.
+        A name of `cpu_kernels.backends`: ``native``, ``torch``, ``ipex``, ``numba``, ...
     split_tokens : int, optional
         A longer row is computed in fixed splits of this many tokens (default 2048) and merged in order, so that a
         row's result does not depend on the batch or on the number of threads.
@@ -201,28 +219,45 @@ def plan_decode(
     ValueError, TypeError
         Naming the argument, the sequence and the numbers.
     """
-    lens = integers("seq_lens", seq_lens, np.int32, 1)
+    lens = lengths("seq_lens", seq_lens)
+    heads = whole("num_q_heads", num_q_heads)
+    group = _check_heads(heads, pages.num_kv_heads)
+    reach = reach_of(lens, key_start, query_pos, causal, window_left, window_right)
     table = integers("block_table", block_table, np.int32, 2)
-    group = _check_heads(num_q_heads, pages.num_kv_heads)
-    _check_table(pages, table, lens)
-    scale = pages.head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"sm_scale is {scale}, expected a finite number")
-    if window_left < -1:
-        raise ValueError(f"window_left is {window_left}, expected -1 (off) or a count of keys")
-    if not (math.isfinite(logits_soft_cap) and logits_soft_cap >= 0):
-        raise ValueError(f"logits_soft_cap is {logits_soft_cap}, expected 0 (off) or a positive number")
-    split = DEFAULT_SPLIT_TOKENS if split_tokens is None else int(split_tokens)
+    table = check_table(pages, table, lens, reach, block_size)
+    scale = pages.head_dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale)
+    split = DEFAULT_SPLIT_TOKENS if split_tokens is None else whole("split_tokens", split_tokens)
     if split < pages.page_size or split % pages.page_size:
         raise ValueError(f"split_tokens is {split}, expected a multiple of the page size {pages.page_size}")
+    slots = _slots(pages, table, lens, slot_mapping)
+    shared = shared_slot(slots)
+    if shared and slot_mapping is not None:
+        raise ValueError(shared)
+    slopes = None if alibi_slopes is None else floats("alibi_slopes", alibi_slopes, heads, len(lens))
     inputs = DecodeInputs(
-        pages, table, lens, _slots(pages, table, lens, slot_mapping), int(num_q_heads), group, scale, int(window_left),
-        float(logits_soft_cap),
-        None if alibi_slopes is None else floats("alibi_slopes", alibi_slopes, num_q_heads),
-        None if sinks is None else floats("sinks", sinks, num_q_heads),
-        split,
+        pages, table, lens, reach, slots, heads, group, scale, soft_cap(logits_soft_cap), slopes,
+        sinks_of(sinks, with_sinks, heads, len(lens)), split, shared,
     )  # fmt: skip
     return DecodePlan(inputs, backend, isa)
+
+
+def soft_cap(value: Any) -> float:
+    """The cap of the scores; 0 is off."""
+    cap = 0.0 if value is None else number("logits_soft_cap", value)
+    if cap < 0:
+        raise ValueError(f"logits_soft_cap is {cap}, expected 0 or None (off) or a positive number")
+    return cap
+
+
+def sinks_of(sinks: Any, with_sinks: Any, heads: int, rows: int) -> np.ndarray | None:
+    """Sinks per head, or per row and head where some rows leave theirs out."""
+    counted = flags("with_sinks", with_sinks, rows)
+    if sinks is None:
+        return None
+    values = floats("sinks", sinks, heads, rows, absent=True)
+    if counted.all():
+        return values
+    return np.where(counted[:, None], values, np.float32(-np.inf)).astype(np.float32, order="C")
 
 
 def _check_heads(num_q_heads: int, num_kv_heads: int) -> int:
@@ -236,28 +271,48 @@ def _check_heads(num_q_heads: int, num_kv_heads: int) -> int:
     return group
 
 
-def _check_table(pages: KVPages, table: np.ndarray, lens: np.ndarray) -> None:
-    if len(table) != len(lens):
-        raise ValueError(f"block_table has {len(table)} rows, but seq_lens has {len(lens)}")
+def lengths(name: str, values: Any) -> np.ndarray:
+    """Lengths of the sequences, int32, none below 0."""
+    lens = integers(name, values, np.int32, 1)
     if len(lens) and lens.min() < 0:
         seq = int(np.argmin(lens))
-        raise ValueError(f"seq_lens[{seq}] is {lens[seq]}, expected 0 or more")
-    size, width = pages.page_size, table.shape[1]
+        raise ValueError(f"{name}[{seq}] is {lens[seq]}, expected 0 or more")
+    return lens
+
+
+def check_table(
+    pages: KVPages, table: np.ndarray, lens: np.ndarray, reach: Reach, block_size: int | None
+) -> np.ndarray:
+    """Refuse a table that does not name a page for every allowed key; return it in pages, int32."""
+    if len(table) != len(lens):
+        raise ValueError(f"block_table has {len(table)} rows, but seq_lens has {len(lens)}")
+    size, width = pages.page_size if block_size is None else whole("block_size", block_size), table.shape[1]
+    if size < pages.page_size or size % pages.page_size:
+        raise ValueError(f"block_size is {size}, expected a multiple of the page size {pages.page_size}")
+    ratio = size // pages.page_size
     need = -(-lens.astype(np.int64) // size)
     if len(lens) and need.max() > width:
-        seq = int(np.argmax(need))
+        seq = int(np.argmax(need > width))
+        what = "pages" if ratio == 1 else "blocks"
         raise ValueError(
-            f"block_table is too short for sequence {seq}: its {lens[seq]} tokens need {need[seq]} pages of {size}, "
+            f"block_table is too short for sequence {seq}: its {lens[seq]} tokens need {need[seq]} {what} of {size}, "
             f"the table has {width} columns ({width * size} tokens)"
         )
-    used = np.arange(width) < need[:, None]
-    bad = used & ((table < 0) | (table >= pages.num_pages))
+    column, count = np.arange(width), pages.num_pages // ratio
+    used = (column >= (reach.first // size)[:, None]) & (column < -(-reach.last // size)[:, None])
+    bad = used & ((table < 0) | (table >= count))
     if bad.any():
-        seq, column = (int(x) for x in np.argwhere(bad)[0])
+        seq, at = (int(x) for x in np.argwhere(bad)[0])
+        what = "page" if ratio == 1 else "block"
         raise ValueError(
-            f"block_table[{seq}, {column}] is page {table[seq, column]}, but the pool has pages 0 to "
-            f"{pages.num_pages - 1} (sequence {seq} has {lens[seq]} tokens)"
+            f"block_table[{seq}, {at}] is {what} {table[seq, at]}, but the pool has {what}s 0 to {count - 1} "
+            f"(sequence {seq} has {lens[seq]} tokens)"
         )
+    if ratio == 1:
+        return table
+    known = np.where((table < 0) | (table >= count), -1, table)  # so that the product fits
+    split = known[:, :, None] * ratio + np.arange(ratio)
+    return np.where(known[:, :, None] < 0, -1, split).reshape(len(table), width * ratio).astype(np.int32)
 
 
 def _slots(pages: KVPages, table: np.ndarray, lens: np.ndarray, slot_mapping: Any) -> np.ndarray:
@@ -267,8 +322,8 @@ def _slots(pages: KVPages, table: np.ndarray, lens: np.ndarray, slot_mapping: An
     if table.shape[1] == 0:
         slots = np.full(len(lens), -1, np.int64)
     else:
-        pages_of_last = table[np.arange(len(lens)), last // size].astype(np.int64)
-        slots = np.where(lens > 0, pages_of_last * size + last % size, -1)
+        page = table[np.arange(len(lens)), last // size].astype(np.int64)
+        slots = np.where((lens > 0) & (page >= 0) & (page < pages.num_pages), page * size + last % size, -1)
     if slot_mapping is None:
         return slots
     asked = integers("slot_mapping", slot_mapping, np.int64, 1)

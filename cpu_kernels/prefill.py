@@ -1,8 +1,8 @@
-"""Causal attention of several query tokens per sequence over paged K/V, for use without a GPU.
+"""Attention of several query tokens per sequence over paged K/V, for use without a GPU.
 
-The native form runs every query token as a decode row of its own (same pages, its own length): exact, all features, all
+The native form runs every query token as a decode row of its own (same pages, its own keys): exact, all features, all
 levels, K/V re-read from the cache. The torch form gathers a sequence's pages and calls scaled-dot-product attention,
-which is faster for long prompts; it has no LSE, cap, ALiBi or sinks.
+which is faster for long prompts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from cpu_kernels.arrays import View, integers
+from cpu_kernels.arrays import View, floats, integers
 from cpu_kernels.backends import why_absent
 from cpu_kernels.pages import KVPages
-from cpu_kernels.plan import plan_decode
+from cpu_kernels.plan import check_table, lengths, plan_decode
 from cpu_kernels.pool import WorkerPool
+from cpu_kernels.reach import flags, reach_at, relative_query, sides
+
+_PER_SEQUENCE = ("alibi_slopes", "sinks")
 
 
 def prefill(
@@ -25,67 +28,109 @@ def prefill(
     out: Any,
     block_table: Any,
     seq_lens: Any,
-    query_lens: Any,
+    query_lens: Any = None,
     *,
+    query_start_loc: Any = None,
     layer: int = 0,
     lse: Any = None,
+    causal: Any = True,
+    window_left: Any = -1,
+    window_right: Any = -1,
+    key_start: Any = None,
+    query_pos: Any = None,
+    with_sinks: Any = True,
+    block_size: int | None = None,
     backend: str = "native",
     pool: WorkerPool | None = None,
     timeout_s: float = 600.0,
     **options: Any,
 ) -> None:
-    """Attend causally with the last ``query_lens[i]`` tokens of each sequence; their K/V are in the pages already.
+    """Attend with consecutive tokens of each sequence, by default its last ones; their K/V are in the pages already.
 
     Parameters
     ----------
     pages : KVPages
-    q, out : array ``[sum(query_lens), num_q_heads, head_dim]``
+    q, out : array ``[num_tokens, num_q_heads, head_dim]``
         Tokens of all sequences one after the other; fp32, bf16 or fp16.
-    block_table : int ``[n, max_pages]``
+    block_table : int ``[n, max_blocks]``
     seq_lens : int ``[n]``
         Keys of each sequence, its query tokens included.
     query_lens : int ``[n]``
-        Query tokens of each sequence; at most its `seq_lens`.
+        Query tokens of each sequence. Those that come before the first key give 0 and -inf, as in decode.
+    query_start_loc : int ``[n + 1]``
+        In the place of `query_lens`: sequence i's tokens are the rows ``query_start_loc[i]`` to ``[i + 1]``.
     layer : int
-    lse : float32 ``[sum(query_lens), num_q_heads]``, optional
+    lse : float32 ``[num_tokens, num_q_heads]``, optional
+    causal, window_left, window_right, with_sinks
+        As of `plan_decode`: one value, or one per sequence.
+    key_start : int ``[n]``, optional
+        Position of each sequence's first key, 0 by default.
+    query_pos : int ``[n]``, optional
+        Position of each sequence's first query token; default ``key_start + seq_lens - query_lens``.
+    block_size : int, optional
+        Tokens of a block of the table, a multiple of the page size.
     backend : str
-        ``native`` or ``torch``.
+        ``native``, ``torch``, or another one whose plans run on a pool.
     pool : WorkerPool, optional
         Where the native form runs; the calling thread by default.
     timeout_s : float
         Bound of the wait for the pool.
     **options
-        `sm_scale`, `window_left`, `logits_soft_cap`, `alibi_slopes`, `sinks`, `isa`, as of `plan_decode`.
+        `sm_scale`, `logits_soft_cap`, `alibi_slopes`, `sinks`, `isa`, `split_tokens`, as of `plan_decode`.
 
     Raises
     ------
     ValueError, TypeError
         Naming the argument, the sequence and the numbers.
     """
-    lens, queries = integers("seq_lens", seq_lens, np.int32, 1), integers("query_lens", query_lens, np.int32, 1)
+    lens, queries = lengths("seq_lens", seq_lens), query_lengths(query_lens, query_start_loc)
     table = integers("block_table", block_table, np.int32, 2)
     if len(queries) != len(lens) or len(table) != len(lens):
         raise ValueError(f"block_table, seq_lens, query_lens name {len(table)}, {len(lens)}, {len(queries)} sequences")
-    bad = (queries < 0) | (queries > lens)
-    if bad.any():
-        seq = int(np.argmax(bad))
-        raise ValueError(f"query_lens[{seq}] is {queries[seq]}, but sequence {seq} has {lens[seq]} tokens")
     view = View("q", q)
     if len(view.shape) != 3 or view.shape[0] != int(queries.sum()):
         raise ValueError(f"q has shape {list(view.shape)}, expected [{int(queries.sum())}, num_q_heads, head_dim]")
-    if backend == "torch":
-        reason = why_absent("torch")
-        if reason:
-            raise ValueError(reason)
-        run = importlib.import_module("cpu_kernels.torch_backend").prefill
-        run(pages, q, out, table, lens, queries, layer, lse, options)
-        return
-    if backend != "native":
-        raise ValueError(f"backend {backend!r} has no prefill; expected 'native' or 'torch'")
+    if backend == "ipex":
+        raise ValueError("backend 'ipex' has no prefill; expected 'native', 'torch' or 'numba'")
+    if reason := why_absent(backend):
+        raise ValueError(reason)
+    count = lens.astype(np.int64)
+    first = relative_query(count, key_start, query_pos, queries.astype(np.int64))
+    left, right = sides(causal, window_left, window_right, len(lens))
+    counted = flags("with_sinks", with_sinks, len(lens))
     row = np.repeat(np.arange(len(lens)), queries)
     step = np.arange(len(row)) - np.repeat(np.cumsum(queries) - queries, queries)
-    plan = plan_decode(pages, table[row], lens[row] - queries[row] + 1 + step, view.shape[1], **options)
-    if pool is None:
+    table = check_table(
+        pages, table[row], lens[row], reach_at(count[row], first[row] + step, left[row], right[row]), block_size
+    )
+    for name in _PER_SEQUENCE:
+        if options.get(name) is not None:
+            values = floats(name, options[name], view.shape[1], len(lens), absent=name == "sinks")
+            options[name] = values[row] if values.ndim == 2 else values
+    plan = plan_decode(
+        pages, table, lens[row], view.shape[1], causal=False, window_left=left[row], window_right=right[row],
+        key_start=np.maximum(-first, 0)[row], query_pos=np.maximum(first, 0)[row] + step, with_sinks=counted[row],
+        backend="native" if backend == "torch" else backend, **options,
+    )  # fmt: skip
+    if backend == "torch":
+        importlib.import_module("cpu_kernels.torch_backend").prefill(plan.inputs, q, out, lse, layer, queries)
+    elif pool is None:
         plan.run(q, out, lse, layer=layer)
     else:
         pool.submit(plan, q, out, lse, layer=layer).wait(timeout_s)
+
+
+def query_lengths(query_lens: Any, query_start_loc: Any) -> np.ndarray:
+    """Query tokens per sequence, int32, from one of the two ways to say them."""
+    if (query_lens is None) == (query_start_loc is None):
+        raise ValueError("query_lens and query_start_loc say the same: give one of them")
+    if query_start_loc is None:
+        return lengths("query_lens", query_lens)
+    starts = integers("query_start_loc", query_start_loc, np.int32, 1)
+    if not len(starts) or starts[0] != 0:
+        raise ValueError(f"query_start_loc begins with {starts[:1].tolist()}, expected 0")
+    counts = np.diff(starts)
+    if len(counts) and counts.min() < 0:
+        seq = int(np.argmin(counts))
+        raise ValueError(f"query_start_loc: sequence {seq} starts at {starts[seq]} and ends at {starts[seq + 1]}")
+    return counts

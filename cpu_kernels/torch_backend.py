@@ -1,6 +1,7 @@
 """The torch back end: gathers the pages of each row and attends with plain torch operations in float32.
 
-Slow and simple; it is there for machines without a native level of interest, and as a second opinion in tests.
+Slow and simple; it is there for machines without a native level of interest, and as a second opinion in tests. Plain
+pages (``KVPages(layout="plain")``) are read where they lie, one page's view after the other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_kernels import handed
 from cpu_kernels.pages import KVPages, append_kv, gather_kv
 from cpu_kernels.plan import DecodeInputs
+from cpu_kernels.reach import Reach
+
+QUERY_BLOCK = 128  # queries of a prefill that are scored at once: bounds the memory of the scores
 
 
 class TorchDecode:
@@ -25,54 +30,69 @@ class TorchDecode:
 
     def run(self, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Any) -> None:
         inputs = self.inputs
-        if (k_new is None) != (v_new is None):
-            raise ValueError("k_new and v_new come together; one of them is missing")
+        handed.take(inputs, q, out, lse, k_new, v_new)
         if k_new is not None:
             append_kv(inputs.pages, layer, k_new, v_new, inputs.slots)
         queries, results = as_torch(q), as_torch(out)
-        shape = (inputs.num_seqs, inputs.num_q_heads, inputs.pages.head_dim)
-        for name, x in (("q", queries), ("out", results)):
-            if tuple(x.shape) != shape:
-                raise ValueError(f"{name} has shape {list(x.shape)}, expected {list(shape)}")
         sums = None if lse is None else as_torch(lse)
-        for row, length in enumerate(inputs.seq_lens.tolist()):
-            o, s = self._row(row, length, queries[row].float(), layer)
+        for row in range(inputs.num_seqs):
+            o, s = self._row(row, queries[row].float(), layer)
             results[row] = o.to(results.dtype)
             if sums is not None:
                 sums[row] = s
 
-    def _row(self, row: int, length: int, q: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, pages = self.inputs, self.inputs.pages
-        first = int(inputs.first_keys()[row])
-        if length == 0:
+    def _row(self, row: int, q: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, reach = self.inputs, self.inputs.reach
+        first, last = int(reach.first[row]), int(reach.last[row])
+        if first == last:
             return torch.zeros_like(q), torch.full((len(q),), -torch.inf)
-        used = inputs.block_table[row, : -(-length // pages.page_size)]
-        k = torch.empty(length, pages.num_kv_heads, pages.head_dim)
-        v = torch.empty_like(k)
-        gather_kv(pages, layer, used, length, k, v)
-        keys, values = (x[first:].transpose(0, 1) for x in (k, v))  # [kv heads, keys, head_dim]
-        grouped = q.view(pages.num_kv_heads, inputs.group, pages.head_dim)
-        scores = self._shape(grouped @ keys.transpose(1, 2) * inputs.sm_scale, length, first)
+        keys, values = keys_of(inputs.pages, layer, inputs.block_table[row], first, last)
+        grouped = q.view(inputs.pages.num_kv_heads, inputs.group, inputs.pages.head_dim)
+        scores = self._shape(grouped @ keys.transpose(1, 2) * inputs.sm_scale, row, first, last)
         total = torch.logsumexp(scores, -1)
         if inputs.sinks is not None:
-            total = torch.logaddexp(total, torch.from_numpy(inputs.sinks).view_as(total))
-        weights = torch.exp(scores - total[..., None])
+            sinks = torch.from_numpy(_of_row(inputs.sinks, row)).view_as(total)
+            total = torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks))
+        weights = torch.exp(scores - torch.where(total == -torch.inf, 0.0, total)[..., None])
         return (weights @ values).reshape_as(q), total.reshape(-1)
 
-    def _shape(self, scores: torch.Tensor, length: int, first: int) -> torch.Tensor:
+    def _shape(self, scores: torch.Tensor, row: int, first: int, last: int) -> torch.Tensor:
         inputs = self.inputs
         if inputs.logits_soft_cap > 0:
             scores = inputs.logits_soft_cap * torch.tanh(scores / inputs.logits_soft_cap)
         if inputs.alibi_slopes is not None:
-            slopes = torch.from_numpy(inputs.alibi_slopes).view(-1, inputs.group, 1)
-            scores = scores + slopes * torch.arange(first - length + 1, 1)
+            slopes = torch.from_numpy(_of_row(inputs.alibi_slopes, row)).view(-1, inputs.group, 1)
+            scores = scores + slopes * (torch.arange(first, last) - int(inputs.reach.query[row]))
         return scores
 
 
+def keys_of(pages: KVPages, layer: int, table: np.ndarray, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the row's keys ``first`` to ``last - 1``, float32 ``[num_kv_heads, keys, head_dim]``.
+
+    Pages before `first` are not looked at, and other keys of the first and last page are left out.
+    """
+    size = pages.page_size
+    start = first // size
+    used, count = table[start : -(-last // size)], last - start * size
+    k = torch.empty(count, pages.num_kv_heads, pages.head_dim)
+    v = torch.empty_like(k)
+    gather_kv(pages, layer, used, count, k, v)
+    return tuple(x[first - start * size :].transpose(0, 1) for x in (k, v))  # type: ignore[return-value]
+
+
+def _of_row(values: np.ndarray, row: int) -> np.ndarray:
+    return values[row] if values.ndim == 2 else values
+
+
 def as_torch(x: Any) -> torch.Tensor:
-    """View a NumPy array (uint16: bf16 bits) as a tensor that shares its memory; tensors pass through."""
+    """View a NumPy array (uint16: bf16 bits) as a tensor that shares its memory; tensors pass through.
+
+    A read-only array is copied: torch knows no tensor that may not be written.
+    """
     if isinstance(x, torch.Tensor):
         return x
+    if not x.flags.writeable:
+        x = x.copy()
     if x.dtype == np.uint16 or x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
@@ -85,43 +105,61 @@ def make(inputs: DecodeInputs, isa: str | None) -> TorchDecode:
     return TorchDecode(inputs)
 
 
-def prefill(
-    pages: KVPages,
-    q: Any,
-    out: Any,
-    table: np.ndarray,
-    lens: np.ndarray,
-    query_lens: np.ndarray,
-    layer: int,
-    lse: Any,
-    options: dict[str, Any],
-) -> None:
-    """Causal attention by scaled-dot-product attention over gathered pages; see `cpu_kernels.prefill.prefill`."""
-    scale, window = options.pop("sm_scale", None), options.pop("window_left", -1)
-    unsupported = [name for name, value in options.items() if value is not None and value != 0]
-    if lse is not None or unsupported:
-        raise ValueError(f"the torch prefill has no {', '.join(unsupported) or 'lse'}; use backend='native'")
-    queries, results = as_torch(q), as_torch(out)
+def prefill(inputs: DecodeInputs, q: Any, out: Any, lse: Any, layer: int, counts: np.ndarray) -> None:
+    """Attention of several queries a sequence by scaled-dot-product attention over gathered pages.
+
+    What that cannot do (LSE, cap, ALiBi, sinks, keys that are not finite: a masked one would still be multiplied by a
+    weight of 0) is computed query by query as in decode.
+
+    Parameters
+    ----------
+    inputs : DecodeInputs
+        One row per query, the rows of a sequence one after the other.
+    counts : int ``[num_seqs]``
+        Queries of each sequence.
+    """
+    handed.take(inputs, q, out, lse, None, None)
+    queries, results, rows = as_torch(q), as_torch(out), TorchDecode(inputs)
+    sums = None if lse is None else as_torch(lse)
+    plain = sums is None and not inputs.logits_soft_cap and inputs.alibi_slopes is None and inputs.sinks is None
     start = 0
-    for row, (length, count) in enumerate(zip(lens.tolist(), query_lens.tolist(), strict=True)):
-        if count:
-            k = torch.empty(length, pages.num_kv_heads, pages.head_dim)
-            v = torch.empty_like(k)
-            gather_kv(pages, layer, table[row, : -(-length // pages.page_size)], length, k, v)
-            mine = queries[start : start + count].float().transpose(0, 1)
-            o = torch.nn.functional.scaled_dot_product_attention(
-                mine[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                attn_mask=_causal(length, count, window),
-                scale=scale,
-                enable_gqa=True,
-            )
-            results[start : start + count] = o[0].transpose(0, 1).to(results.dtype)
-            start += count
+    for count in counts.tolist():
+        for at in range(start, start + count, QUERY_BLOCK):
+            some = range(at, min(at + QUERY_BLOCK, start + count))
+            if not (plain and _block(inputs, queries, results, layer, some)):
+                for row in some:
+                    o, s = rows._row(row, queries[row].float(), layer)
+                    results[row] = o.to(results.dtype)
+                    if sums is not None:
+                        sums[row] = s
+        start += count
 
 
-def _causal(length: int, count: int, window: int) -> torch.Tensor:
-    """Mask ``[count, length]``: keys up to the query's position, and at most `window` before it."""
-    distance = torch.arange(length - count, length)[:, None] - torch.arange(length)[None]
-    return (distance >= 0) if window < 0 else (distance >= 0) & (distance <= window)
+def _block(inputs: DecodeInputs, q: torch.Tensor, out: torch.Tensor, layer: int, rows: range) -> bool:
+    """Attend with some queries of one sequence at once; False where a key or value is not finite."""
+    reach, mine = inputs.reach, slice(rows.start, rows.stop)
+    some = reach.first[mine] < reach.last[mine]
+    if not some.any():
+        out[mine] = 0
+        return True
+    first, last = int(reach.first[mine][some].min()), int(reach.last[mine].max())
+    k, v = keys_of(inputs.pages, layer, inputs.block_table[rows.start], first, last)
+    if not (torch.isfinite(k).all() and torch.isfinite(v).all()):
+        return False
+    found = torch.nn.functional.scaled_dot_product_attention(
+        q[mine].float().transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=_mask(reach, mine, first, last),
+        scale=inputs.sm_scale,
+        enable_gqa=True,
+    )
+    out[mine] = torch.where(torch.from_numpy(some)[:, None, None], found[0].transpose(0, 1), 0.0).to(out.dtype)
+    return True
+
+
+def _mask(reach: Reach, rows: slice, first: int, last: int) -> torch.Tensor:
+    """Mask ``[rows, keys]`` of the allowed ones of the keys `first` to ``last - 1``."""
+    at = torch.arange(first, last)[None]
+    low, high = (torch.from_numpy(x[rows])[:, None] for x in (reach.first, reach.last))
+    return (at >= low) & (at < high)

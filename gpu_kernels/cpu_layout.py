@@ -22,8 +22,10 @@ from gpu_kernels.checks import (
     check_contiguous,
     check_scales,
     check_tensor,
+    device_integers,
     first_where,
     refuse,
+    refuse_overlap,
 )
 from gpu_kernels.config import SCALED, pack_config
 from gpu_kernels.launch import launch
@@ -70,7 +72,7 @@ def block_shape(cache: CacheShape) -> BlockShape:
 def pack_for_cpu(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    page_ids: torch.Tensor,
+    page_ids: Any,
     out: torch.Tensor | None = None,
     *,
     k_scale: torch.Tensor | None = None,
@@ -84,7 +86,7 @@ def pack_for_cpu(
     k_cache, v_cache
         [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16, int8 or float8_e4m3fn.
     page_ids
-        [num_ids] int32 or int64.
+        [num_ids] integers; int32 or int64 on the cache's device cost no copy.
     out
         Where to write; made when absent.
     k_scale, v_scale
@@ -98,6 +100,7 @@ def pack_for_cpu(
         one sentence that names the argument, the row and the numbers.
     """
     cache = cache_shape(k_cache, v_cache)
+    page_ids = _ids(page_ids, cache)
     shape = (page_ids.shape[0], cache.num_kv_heads, block_shape(cache).head_bytes)
     if out is None:
         out = torch.empty(shape, dtype=torch.uint8, device=cache.device)
@@ -109,7 +112,7 @@ def unpack_from_cpu(
     blocks: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    page_ids: torch.Tensor,
+    page_ids: Any,
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -120,6 +123,7 @@ def unpack_from_cpu(
     The inverse of `pack_for_cpu`, with its arguments; no page may be named twice.
     """
     cache = cache_shape(k_cache, v_cache)
+    page_ids = _ids(page_ids, cache)
     if check_ids and len(page_ids.unique()) != len(page_ids):
         refuse("page_ids", f"{len(page_ids)} ids name {len(page_ids.unique())} pages; each may be written once")
     _move(bodies.unpack, cache, k_cache, v_cache, page_ids, ("blocks", blocks), k_scale, v_scale, check_ids)
@@ -139,12 +143,18 @@ def _move(
     capability_of(cache.device)
     name, blocks = named_blocks
     shape = block_shape(cache)
-    check_tensor("page_ids", page_ids, (page_ids.shape[0],), (torch.int32, torch.int64), cache.device)
+    if cache.stride_position != cache.head_dim or cache.pages_per_block > 1:
+        refuse(
+            "k_cache",
+            f"blocks of {cache.block_tokens} positions, {cache.stride_position} elements apart, have no CPU layout: "
+            "contiguous positions in pages of 16, 32, 64 or 128 have",
+        )
     if check_ids:
         _check_pages(page_ids, cache.num_pages)
     check_tensor(name, blocks, (page_ids.shape[0], cache.num_kv_heads, shape.head_bytes), (torch.uint8,), cache.device)
     check_aligned(name, blocks)
     check_contiguous(name, blocks)
+    refuse_overlap(name, blocks, [("k_cache", k_cache), ("v_cache", v_cache)], in_place=False)
     share, word, element = _WORDS[cache.dtype]
     k, v, flat = k_cache.view(word), v_cache.view(element), blocks.view(-1).view(word)
     scales = check_scales(cache, k_scale, v_scale)
@@ -156,6 +166,13 @@ def _move(
         cache.num_kv_heads * cache.page_size, cache.page_size, cache.head_dim, cache.page_size,
         shape.head_bytes // word.itemsize, shape.page_bytes // word.itemsize,
     )  # fmt: skip
+
+
+def _ids(page_ids: Any, cache: CacheShape) -> torch.Tensor:
+    if isinstance(page_ids, torch.Tensor) and page_ids.dtype is torch.int32 and page_ids.device == cache.device:
+        if page_ids.dim() == 1:
+            return page_ids
+    return device_integers("page_ids", page_ids, cache.device)
 
 
 def _check_pages(page_ids: torch.Tensor, num_pages: int) -> None:

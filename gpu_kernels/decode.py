@@ -8,25 +8,29 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gpu_kernels.attention import Attention, attention_over
+from gpu_kernels.attention import Attention, attention_over, check_queries
 from gpu_kernels.bodies import decode as bodies
 from gpu_kernels.checks import (
     ceil_div,
+    check_is_tensor,
     check_lengths,
     check_table,
     codes,
-    first_keys_of,
     host_integers,
     owners,
     per_head,
     refuse,
+    refuse_overlap,
     upload,
+    whole,
 )
 from gpu_kernels.config import SPLIT_MULTIPLE, Config, combine_config, decode_config
 from gpu_kernels.launch import launch
+from gpu_kernels.reach import relative_query, sides, span
 
 DEFAULT_SPLIT_TOKENS = 512
 
@@ -44,7 +48,7 @@ class DecodePlan:
     item_split: torch.Tensor
     part_start: torch.Tensor
     block_table: torch.Tensor
-    seq_lens: torch.Tensor
+    spans: torch.Tensor
     no_sinks: torch.Tensor
 
     def __post_init__(self) -> None:
@@ -106,11 +110,17 @@ class DecodePlan:
         """
         attention = self.attention
         scales = attention.check(q, k_cache, v_cache, self.num_seqs, k_scale, v_scale)
-        out, lse = attention.results(self.num_seqs, out, lse, torch.float32)
+        out, lse = attention.results(self.num_seqs, out, lse, q, (k_cache, v_cache), torch.float32)
         if self.direct:
             self._attend(q, k_cache, v_cache, scales, attention.sinks, out, lse)
         else:
             parts, part_lse = self._parts(workspace)
+            refuse_overlap(
+                "workspace",
+                parts.view(-1),
+                [("q", q), ("out", out), ("lse", lse), ("k_cache", k_cache)],
+                in_place=False,
+            )
             self._attend(q, k_cache, v_cache, scales, self.no_sinks, parts, part_lse)
             self._combine(parts, part_lse, out, lse)
         return out, lse
@@ -118,6 +128,7 @@ class DecodePlan:
     def _parts(self, workspace: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if workspace is None:
             workspace = self.make_workspace()
+        check_is_tensor("workspace", workspace)
         if workspace.dtype is not torch.float32 or not workspace.is_contiguous():
             refuse("workspace", f"{workspace.dtype}, strides {workspace.stride()}: contiguous float32 is needed")
         cache, rows = self.attention.cache, (self.num_parts, self.attention.num_q_heads)
@@ -141,13 +152,15 @@ class DecodePlan:
         lse: torch.Tensor,
     ) -> None:
         attention, cache = self.attention, self.attention.cache
+        sink_stride = sinks.stride(0) if sinks.dim() == 2 else 0
         grid = (self.num_parts, cache.num_kv_heads, -(-attention.group // self.config.constants["BLOCK_G"]))
         launch(
             bodies.attend_split, grid, self.config, cache.device,
             q, codes(k_cache), codes(v_cache), *scales, attention.alibi_slopes, sinks, self.item_seq, self.item_split,
-            self.block_table, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides, out.stride(0),
-            out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale, attention.logits_soft_cap,
-            attention.window_left, attention.group, cache.head_dim, cache.page_shift, self.split_tokens,
+            self.block_table, self.spans, out, lse, q.stride(0), q.stride(1), *cache.strides, out.stride(0),
+            out.stride(1), lse.stride(0), self.block_table.stride(0), attention.bias_strides[0], sink_stride,
+            attention.sm_scale, attention.logits_soft_cap, attention.group, cache.head_dim, cache.page_shift,
+            self.split_tokens,
         )  # fmt: skip
 
     def _combine(self, parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -155,24 +168,29 @@ class DecodePlan:
         launch(
             bodies.combine, (self.num_seqs, num_heads), combine_config(head_dim), device,
             parts, part_lse, self.part_start, self.attention.sinks, out, lse, out.stride(0), out.stride(1),
-            lse.stride(0), num_heads, head_dim,
+            lse.stride(0), self.attention.bias_strides[1], num_heads, head_dim,
         )  # fmt: skip
 
 
 def plan_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_table: Any,
+    seq_lens: Any,
     num_q_heads: int,
     *,
     q_dtype: torch.dtype | None = None,
     sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    split_tokens: int = DEFAULT_SPLIT_TOKENS,
+    window_left: Any = -1,
+    window_right: Any = -1,
+    causal: Any = True,
+    logits_soft_cap: float | None = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    with_sinks: Any = True,
+    key_start: Any = None,
+    query_pos: Any = None,
+    split_tokens: int | None = DEFAULT_SPLIT_TOKENS,
 ) -> DecodePlan:
     """Check a batch and lay out its work. Everything that can be refused is refused here.
 
@@ -180,21 +198,34 @@ def plan_decode(
     ----------
     k_cache, v_cache
         One layer's cache, for its geometry: [num_pages, num_kv_heads, page_size, head_dim], float32, float16, bfloat16,
-        int8 or float8_e4m3fn. Contents are not read.
+        int8 or float8_e4m3fn, of any strides with a contiguous last axis (a transposed [num_pages, page_size,
+        num_kv_heads, head_dim], say). Contents are not read. A page_size may be a multiple of one that is supported
+        (48, 96, 256).
     block_table
-        [num_seqs, max_pages] int32. Entries before the window and past a sequence's last page are never read.
+        [num_seqs, max_pages] integers. Entries before the window and past a sequence's last page are never read.
     seq_lens
-        [num_seqs] int32, keys per sequence; 0 is an empty sequence. Give host tensors: device ones are copied down.
+        [num_seqs] integers, keys per sequence; 0 is an empty sequence. Give host tensors, arrays or lists: device ones
+        are copied down.
     q_dtype
         dtype of the queries; the cache's by default, and for one with scales the device's 16-bit type.
     sm_scale
         Factor on q.k; ``head_dim ** -0.5`` by default.
-    window_left
-        The query attends to the last ``window_left + 1`` positions; -1: all.
+    window_left, window_right
+        Keys before and after the query that it attends to, beside its own position; -1 or None: all. One number or
+        one per sequence.
+    causal
+        No key after the query is attended to. One bool or one per sequence.
     logits_soft_cap
-        ``cap * tanh(score / cap)`` before bias and mask; 0: none.
+        ``cap * tanh(score / cap)`` before bias and mask; 0 or None: none.
     alibi_slopes, sinks
-        [num_q_heads]: slope times (key position - query position) is added; a sink is a further logit without a value.
+        [num_q_heads] or [num_seqs, num_q_heads]: slope times (key position - query position) is added; a sink is a
+        further logit without a value, -inf for none.
+    with_sinks
+        Whether sinks count, one bool or one per sequence: of a sequence in several parts, in one.
+    key_start
+        [num_seqs]: position of each sequence's first key, 0 by default. A sequence may so be a part of another.
+    query_pos
+        [num_seqs]: position of each query; ``key_start + seq_lens - 1``, its last key's, by default.
     split_tokens
         Keys per split, a multiple of 64. Results depend on it (by rounding), never on the other rows.
 
@@ -203,19 +234,25 @@ def plan_decode(
     ValueError
         one sentence that names the argument, the sequence and the numbers.
     """
+    lens = host_integers("seq_lens", seq_lens, torch.int32, 1)
+    check_lengths("seq_lens", lens)
     attention = attention_over(
-        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, window_left, logits_soft_cap, alibi_slopes, sinks
+        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, logits_soft_cap, alibi_slopes, sinks, with_sinks, len(lens)
     )
     cache = attention.cache
+    split_tokens = DEFAULT_SPLIT_TOKENS if split_tokens is None else whole("split_tokens", split_tokens)
     if split_tokens < SPLIT_MULTIPLE or split_tokens % SPLIT_MULTIPLE:
         refuse("split_tokens", f"{split_tokens} is not a positive multiple of {SPLIT_MULTIPLE}")
     table = host_integers("block_table", block_table, torch.int32, 2)
-    lens = host_integers("seq_lens", seq_lens, torch.int32, 1)
-    check_lengths("seq_lens", lens)
-    first_keys = first_keys_of(lens, window_left)
-    check_table(table, lens, first_keys, cache)
-    item_seq, item_split, part_start = _work(lens, first_keys, split_tokens)
-    item_seq, item_split, part_start, table, lens = upload(cache.device, item_seq, item_split, part_start, table, lens)
+    counts = lens.to(torch.int64)
+    query = relative_query(counts, 1, key_start, query_pos)
+    begin, end = span(counts, query, query, *sides(causal, window_left, window_right, len(lens)))
+    table = check_table(table, lens, begin, end, cache)
+    item_seq, item_split, part_start = _work(end, begin, split_tokens)
+    spans = torch.stack((begin, end, query), 1)
+    item_seq, item_split, part_start, table, spans = upload(
+        cache.device, item_seq, item_split, part_start, table, spans
+    )
     config = decode_config(
         attention.q_dtype, cache.quantised, attention.extras, attention.group, cache.head_dim, attention.capability
     )
@@ -229,16 +266,17 @@ def plan_decode(
         item_split=item_split,
         part_start=part_start,
         block_table=table,
-        seq_lens=lens,
-        no_sinks=per_head("sinks", None, num_q_heads, -math.inf, cache.device),
+        spans=spans,
+        no_sinks=per_head("sinks", None, attention.num_q_heads, -math.inf, cache.device),
     )
 
 
 def _work(
     lens: torch.Tensor, first_keys: torch.Tensor, split_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Work items in sequence order: item -> sequence, item -> split, and each sequence's first item.
+    """Work items over the keys ``first_keys`` to ``lens - 1``, in sequence order.
 
+    Returned are item -> sequence, item -> split, and each sequence's first item.
     Splits wholly before the window are left out; an empty sequence gets one item, which writes its empty result.
     """
     first_split = first_keys // split_tokens
@@ -253,24 +291,19 @@ def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_table: Any,
+    seq_lens: Any,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    split_tokens: int = DEFAULT_SPLIT_TOKENS,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`plan_decode` and `DecodePlan.run` in one call, for a caller with one layer. Returns ``out, lse``."""
-    plan = plan_decode(
-        k_cache, v_cache, block_table, seq_lens, q.shape[1], q_dtype=q.dtype, sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-        split_tokens=split_tokens,
-    )  # fmt: skip
+    """`plan_decode` and `DecodePlan.run` in one call, for a caller with one layer. Returns ``out, lse``.
+
+    ``options`` are those of `plan_decode`.
+    """
+    check_queries(q)
+    plan = plan_decode(k_cache, v_cache, block_table, seq_lens, q.shape[1], q_dtype=q.dtype, **options)
     return plan.run(q, k_cache, v_cache, out, lse, k_scale=k_scale, v_scale=v_scale)

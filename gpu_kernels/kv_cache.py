@@ -1,5 +1,7 @@
 """Writing new tokens' K and V into a layer's paged cache."""
 
+from typing import Any
+
 import torch
 
 from gpu_kernels.bodies import cache as bodies
@@ -7,12 +9,14 @@ from gpu_kernels.capability import capability_of
 from gpu_kernels.checks import (
     CacheShape,
     cache_shape,
+    check_result,
     check_rows,
     check_scales,
-    check_tensor,
     codes,
+    device_integers,
     first_where,
     refuse,
+    refuse_overlap,
 )
 from gpu_kernels.config import DTYPES, append_config
 from gpu_kernels.launch import launch
@@ -23,7 +27,7 @@ def append_kv(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    slot_mapping: Any,
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -42,7 +46,8 @@ def append_kv(
     k_cache, v_cache
         [num_pages, num_kv_heads, page_size, head_dim].
     slot_mapping
-        [num_tokens] int64, ``page * page_size + offset``, each slot at most once; -1 skips the row.
+        [num_tokens] integers, ``page * page_size + offset``, each slot at most once; -1 skips the row. int64 on the
+        cache's device costs no copy.
     k_scale, v_scale
         For an int8 or fp8 cache: [num_pages, num_kv_heads, page_size] float32, written.
     check_ids
@@ -56,15 +61,19 @@ def append_kv(
     """
     cache = cache_shape(k_cache, v_cache)
     capability = capability_of(cache.device)
+    slot_mapping = device_integers("slot_mapping", slot_mapping, cache.device)
     shape = (slot_mapping.shape[0], cache.num_kv_heads, cache.head_dim)
-    check_tensor("slot_mapping", slot_mapping, shape[:1], (torch.int64,), cache.device)
     if check_ids:
         check_slots(slot_mapping, cache)
     check_rows("k", k, shape, DTYPES, cache.device)
     check_rows("v", v, shape, (k.dtype,), cache.device)
+    for name, target in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_result(name, target)
+        refuse_overlap(name, target, [("k", k), ("v", v)], in_place=False)
     capability.refuse_dtype("k", k.dtype)
     capability.refuse_dtype("k_cache", cache.dtype)
     scales = check_scales(cache, k_scale, v_scale) or (slot_mapping, slot_mapping)  # a pointer that is not followed
+    slot_mapping = cache.places_of(slot_mapping)
     config = append_config(cache.quantised, cache.head_dim)
     grid = (shape[0], -(-cache.num_kv_heads // config.constants["BLOCK_H"]))
     launch(
@@ -74,9 +83,9 @@ def append_kv(
     )  # fmt: skip
 
 
-def check_slots(slot_mapping: torch.Tensor, cache: CacheShape) -> None:
+def check_slots(slot_mapping: Any, cache: CacheShape) -> None:
     """Refuse slots out of range, and a slot that two rows would write at once."""
-    slots = slot_mapping.detach().cpu()
+    slots = device_integers("slot_mapping", slot_mapping, torch.device("cpu"))
     bad = first_where((slots < -1) | (slots >= cache.num_slots))
     if bad:
         refuse(

@@ -1,17 +1,17 @@
 """Prefill attention over paged keys: variable lengths, chunks, causal or not, window."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gpu_kernels.attention import Attention, attention_over
+from gpu_kernels.attention import Attention, attention_over, check_queries
 from gpu_kernels.bodies import prefill as bodies
 from gpu_kernels.checks import (
     ceil_div,
     check_lengths,
     check_table,
     codes,
-    first_keys_of,
     first_where,
     host_integers,
     owners,
@@ -20,6 +20,7 @@ from gpu_kernels.checks import (
 )
 from gpu_kernels.config import Config, prefill_config
 from gpu_kernels.launch import launch
+from gpu_kernels.reach import relative_query, sides, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,11 @@ class PrefillPlan:
     config: Config
     num_tokens: int
     num_items: int
-    causal: bool
     item_seq: torch.Tensor
     item_tile: torch.Tensor
     query_start_loc: torch.Tensor
     block_table: torch.Tensor
-    seq_lens: torch.Tensor
+    reach: torch.Tensor
 
     def __post_init__(self) -> None:
         if self.num_tokens and not self.num_items:
@@ -77,15 +77,14 @@ class PrefillPlan:
         """
         attention, cache = self.attention, self.attention.cache
         scales = attention.check(q, k_cache, v_cache, self.num_tokens, k_scale, v_scale)
-        out, lse = attention.results(self.num_tokens, out, lse)
+        out, lse = attention.results(self.num_tokens, out, lse, q, (k_cache, v_cache))
         launch(
             bodies.attend_tile, (self.num_items, cache.num_kv_heads), self.config, cache.device,
             q, codes(k_cache), codes(v_cache), *scales, attention.alibi_slopes, attention.sinks, self.item_seq,
             self.item_tile,
-            self.block_table, self.query_start_loc, self.seq_lens, out, lse, q.stride(0), q.stride(1), *cache.strides,
-            out.stride(0), out.stride(1), lse.stride(0), self.block_table.stride(0), attention.sm_scale,
-            attention.logits_soft_cap, attention.window_left, int(self.causal), attention.group, cache.head_dim,
-            cache.page_shift,
+            self.block_table, self.query_start_loc, self.reach, out, lse, q.stride(0), q.stride(1), *cache.strides,
+            out.stride(0), out.stride(1), lse.stride(0), self.block_table.stride(0), *attention.bias_strides,
+            attention.sm_scale, attention.logits_soft_cap, attention.group, cache.head_dim, cache.page_shift,
         )  # fmt: skip
         return out, lse
 
@@ -93,29 +92,39 @@ class PrefillPlan:
 def plan_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_table: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
     num_q_heads: int,
     *,
+    query_lens: Any = None,
     q_dtype: torch.dtype | None = None,
-    causal: bool = True,
+    causal: Any = True,
     sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    window_left: Any = -1,
+    window_right: Any = -1,
+    logits_soft_cap: float | None = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    with_sinks: Any = True,
+    key_start: Any = None,
+    query_pos: Any = None,
 ) -> PrefillPlan:
     """Check a batch of chunks and lay out its work. Everything that can be refused is refused here.
 
     Parameters
     ----------
     query_start_loc
-        [num_seqs + 1] int32: sequence i's query tokens are rows ``query_start_loc[i]`` to ``query_start_loc[i + 1]``.
+        [num_seqs + 1] integers: sequence i's query tokens are rows ``query_start_loc[i]`` to ``[i + 1]``.
     seq_lens
-        [num_seqs] int32: keys per sequence, this chunk's included. The chunk's tokens are its last positions.
+        [num_seqs] integers: keys per sequence, this chunk's included. The chunk's tokens are its last positions; those
+        that come before the first key give 0 and -inf.
+    query_lens
+        [num_seqs] integers, in the place of ``query_start_loc`` (then None): query tokens per sequence.
     causal
-        Token at position p attends to keys up to p; otherwise to all keys of its sequence.
+        Token at position p attends to keys up to p; otherwise to all keys of its sequence. One bool or one each.
+    query_pos
+        [num_seqs]: position of each sequence's first query token; ``key_start + seq_lens - its tokens`` by default.
 
     The others are those of `plan_decode`.
 
@@ -124,34 +133,51 @@ def plan_prefill(
     ValueError
         one sentence that names the argument, the sequence and the numbers.
     """
+    lens = host_integers("seq_lens", seq_lens, torch.int32, 1).to(torch.int64)
+    check_lengths("seq_lens", lens)
     attention = attention_over(
-        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, window_left, logits_soft_cap, alibi_slopes, sinks
+        k_cache, v_cache, num_q_heads, q_dtype, sm_scale, logits_soft_cap, alibi_slopes, sinks, with_sinks, len(lens)
     )
     cache = attention.cache
     table = host_integers("block_table", block_table, torch.int32, 2)
-    starts = host_integers("query_start_loc", query_start_loc, torch.int32, 1).to(torch.int64)
-    lens = host_integers("seq_lens", seq_lens, torch.int32, 1).to(torch.int64)
-    check_lengths("seq_lens", lens)
+    starts = _starts(query_start_loc, query_lens)
     q_lens = _query_lengths(starts, lens)
-    # a chunk reads from the window of its first token on, and a sequence without a chunk reads nothing
-    first_keys = first_keys_of(lens - q_lens + 1, window_left)
-    check_table(table, torch.where(q_lens > 0, lens, 0), first_keys, cache)
+    first = relative_query(lens, q_lens, key_start, query_pos)
+    left, right = sides(causal, window_left, window_right, len(lens))
+    # a chunk reads from the window of its first token on to that of its last, and a sequence without a chunk nothing
+    begin, end = span(lens, first, first + q_lens - 1, left, right)
+    used = q_lens > 0
+    table = check_table(
+        table, torch.where(used, lens, 0), torch.where(used, begin, 0), torch.where(used, end, 0), cache
+    )
+    right = torch.minimum(right, (lens - first).clamp(min=0))  # past the last key is far enough, and fits 32 bits
+    reach = torch.stack((lens, first, left, right), 1)
     config = prefill_config(attention.q_dtype, cache.quantised, attention.extras, cache.head_dim, attention.capability)
     item_seq, item_tile = _work(q_lens, lens, attention.group, config.constants["BLOCK_M"])
     num_tokens = int(starts[-1])
-    item_seq, item_tile, starts, table, lens = upload(cache.device, item_seq, item_tile, starts, table, lens)
+    item_seq, item_tile, starts, table, reach = upload(cache.device, item_seq, item_tile, starts, table, reach)
     return PrefillPlan(
         attention=attention,
         config=config,
         num_tokens=num_tokens,
         num_items=len(item_seq),
-        causal=causal,
         item_seq=item_seq,
         item_tile=item_tile,
         query_start_loc=starts,
         block_table=table,
-        seq_lens=lens,
+        reach=reach,
     )
+
+
+def _starts(query_start_loc: Any, query_lens: Any) -> torch.Tensor:
+    """First row of each sequence and the end, int64, from one of the two ways to say them."""
+    if (query_start_loc is None) == (query_lens is None):
+        refuse("query_start_loc", "it and query_lens say the same: give one of them")
+    if query_lens is None:
+        return host_integers("query_start_loc", query_start_loc, torch.int32, 1).to(torch.int64)
+    counts = host_integers("query_lens", query_lens, torch.int32, 1).to(torch.int64)
+    check_lengths("query_lens", counts)
+    return torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
 
 
 def _query_lengths(starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -166,12 +192,6 @@ def _query_lengths(starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     if backward:
         row = backward[0]
         refuse("query_start_loc", f"sequence {row} starts at {starts[row].item()} and ends at {starts[row + 1].item()}")
-    long = first_where(q_lens > lens)
-    if long:
-        refuse(
-            "seq_lens",
-            f"sequence {long[0]} has {lens[long].item()} keys, fewer than its {q_lens[long].item()} query tokens",
-        )
     return q_lens
 
 
@@ -189,25 +209,22 @@ def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_table: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`plan_prefill` and `PrefillPlan.run` in one call, for a caller with one layer. Returns ``out, lse``."""
+    """`plan_prefill` and `PrefillPlan.run` in one call, for a caller with one layer. Returns ``out, lse``.
+
+    ``options`` are those of `plan_prefill`.
+    """
+    check_queries(q)
     plan = plan_prefill(
-        k_cache, v_cache, block_table, query_start_loc, seq_lens, q.shape[1], q_dtype=q.dtype, causal=causal,
-        sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )  # fmt: skip
+        k_cache, v_cache, block_table, query_start_loc, seq_lens, q.shape[1], q_dtype=q.dtype, **options
+    )
     return plan.run(q, k_cache, v_cache, out, lse, k_scale=k_scale, v_scale=v_scale)

@@ -31,14 +31,15 @@ _NAMES = {
     torch.uint8: "u8",
     torch.uint16: "u16",
 }
-_FLOATS = ("sm_scale", "cap", "eps", "weight_offset")
+_FLOATS = ("sm_scale", "cap", "eps", "weight_offset", "unit")
 _INT_POINTERS = (
     "item_seq_ptr",
     "item_split_ptr",
     "item_tile_ptr",
     "part_start_ptr",
     "table_ptr",
-    "len_ptr",
+    "span_ptr",
+    "reach_ptr",
     "q_start_ptr",
 )
 

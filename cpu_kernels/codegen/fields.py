@@ -56,6 +56,8 @@ class Job(IntEnum):
     NUM_KV_HEADS = 63
     UNIT_HEADS = 64  # KV heads of one unit (the last unit of an item may have fewer)
     UNITS_PER_ITEM = 65
+    ALIBI_ROW = 66  # bytes from one sequence's slopes to the next one's, 0: all share them
+    SINKS_ROW = 67
 
 
 JOB_WORDS = 72
@@ -71,7 +73,7 @@ class Item(IntEnum):
     NUM_SPLITS = 4
     PARTIAL = 5  # slot of the sequence's first partial result
     APPEND_SLOT = 6  # where this item writes the new token, -1: nowhere
-    SEQ_LEN = 7  # of the whole sequence: the query stands at SEQ_LEN - 1
+    SEQ_LEN = 7  # the query stands at SEQ_LEN - 1, counted from the row's first key
 
 
 ITEM_WORDS = 8

@@ -58,6 +58,7 @@ class Frame:
         self.sm_scale = f.load(F32, job, int(Job.SM_SCALE) * 8)
         self.soft_cap = f.load(F32, job, int(Job.SOFT_CAP) * 8)
         self.alibi, self.sinks = self.word(Job.ALIBI), self.word(Job.SINKS)
+        self.alibi_row, self.sinks_row = self.word(Job.ALIBI_ROW), self.word(Job.SINKS_ROW)
         self.shaped = self.soft_cap.ne(0.0) | self.alibi.ne(0)
         # Shaped scores are left in base 2 already by `softmax.shape_scores`.
         self.scale2 = self.shaped.select(f.const(F32, 1.0), self.sm_scale * LOG2E)

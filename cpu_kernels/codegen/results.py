@@ -74,7 +74,7 @@ def write(k: Frame, g: Value, m: Value, total: Value, o: Value) -> None:
     empty = total.eq(0.0)
     top, mass, shrink = f.var(F32, m), f.var(F32, total), f.var(F32, 1.0)
     with f.when(k.sinks.ne(0) & empty.eq(0)):
-        sink = f.load(F32, k.sinks.cast("inttoptr", PTR), q_head * 4) * LOG2E
+        sink = f.load(F32, (k.sinks + k.seq * k.sinks_row).cast("inttoptr", PTR), q_head * 4) * LOG2E
         now = vmax(m, sink)
         shrink.set(exp2(m - now))
         mass.set(fma(total, shrink.get(), exp2(sink - now)))

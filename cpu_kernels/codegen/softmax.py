@@ -17,7 +17,8 @@ def shape_scores(k: Frame) -> None:
     with f.loop(0, k.group) as g:
         slope = f.var(F32, 0.0)
         with f.when(k.alibi.ne(0)):
-            slope.set(f.load(F32, k.alibi.cast("inttoptr", PTR), (k.head * k.group + g) * 4))
+            slopes = (k.alibi + k.seq * k.alibi_row).cast("inttoptr", PTR)
+            slope.set(f.load(F32, slopes, (k.head * k.group + g) * 4))
         with f.loop(0, k.page, LANES) as at:
             where = k.s.at((g * k.page + at) * 4)
             x = f.var(V16F, f.load(V16F, where) * k.sm_scale.splat(LANES))

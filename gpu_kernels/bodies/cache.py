@@ -43,8 +43,8 @@ def quantise(x, TYPE: tl.constexpr):
 )
 def append(
     k_ptr, v_ptr, slot_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, k_stride, k_stride_head, v_stride,
-    v_stride_head, cache_stride, cache_stride_head, scale_stride, scale_stride_head, num_kv_heads, head_dim, page_shift,
-    QUANTISED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    v_stride_head, cache_stride, cache_stride_head, cache_stride_position, scale_stride, scale_stride_head,
+    num_kv_heads, head_dim, page_shift, QUANTISED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Token row program_id(0), BLOCK_H of its kv heads. A negative slot skips the row."""
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +58,7 @@ def append(
     inside = slot & ((1 << page_shift) - 1)
     k = tl.load(k_ptr + row * k_stride + wide_head[:, None] * k_stride_head + offs_d[None, :], mask=live, other=0.0)
     v = tl.load(v_ptr + row * v_stride + wide_head[:, None] * v_stride_head + offs_d[None, :], mask=live, other=0.0)
-    to = page * cache_stride + inside * head_dim + wide_head[:, None] * cache_stride_head + offs_d[None, :]
+    to = page * cache_stride + inside * cache_stride_position + wide_head[:, None] * cache_stride_head + offs_d[None, :]
     if QUANTISED:
         k_code, k_scale = quantise(k.to(tl.float32), k_cache_ptr.dtype.element_ty)
         v_code, v_scale = quantise(v.to(tl.float32), v_cache_ptr.dtype.element_ty)

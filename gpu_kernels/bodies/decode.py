@@ -17,28 +17,34 @@ from gpu_kernels.bodies.softmax import advance, finish, finite_or_zero, soft_cap
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window_left", "group", "page_shift", "split_tokens", "lse_stride"],
+    do_not_specialize=[
+        "table_stride", "group", "page_shift", "split_tokens", "lse_stride", "alibi_stride", "sink_stride",
+    ],
     do_not_specialize_on_alignment=[
         "k_scale_ptr", "v_scale_ptr", "alibi_ptr", "sink_ptr", "item_seq_ptr", "item_split_ptr", "table_ptr",
-        "len_ptr", "lse_ptr",
+        "span_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def attend_split(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_ptr, sink_ptr, item_seq_ptr, item_split_ptr, table_ptr,
-    len_ptr, out_ptr, lse_ptr, q_stride, q_stride_head, cache_stride, cache_stride_head, scale_stride,
-    scale_stride_head, out_stride, out_stride_head, lse_stride, table_stride, sm_scale, cap, window_left, group,
-    head_dim, page_shift, split_tokens, QUANTISED: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    span_ptr, out_ptr, lse_ptr, q_stride, q_stride_head, cache_stride, cache_stride_head, cache_stride_position,
+    scale_stride, scale_stride_head, out_stride, out_stride_head, lse_stride, table_stride, alibi_stride, sink_stride,
+    sm_scale, cap, group, head_dim, page_shift, split_tokens, QUANTISED: tl.constexpr, EXTRAS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One split of one sequence for the query heads of one kv head -> out[item], lse[item]."""
+    """One split of one sequence for the query heads of one kv head -> out[item], lse[item].
+
+    ``span_ptr`` is [num_seqs, 3]: the first allowed key, one past the last, and the query's position, all counted from
+    the sequence's first key.
+    """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.load(item_seq_ptr + item).to(tl.int64)
     split = tl.load(item_split_ptr + item)
-    seq_len = tl.load(len_ptr + seq)
-    first_key = tl.where(window_left >= 0, tl.maximum(seq_len - 1 - window_left, 0), 0)
+    first_key = tl.load(span_ptr + seq * 3)
+    q_pos = tl.load(span_ptr + seq * 3 + 2)
     begin = tl.maximum(split * split_tokens, first_key // BLOCK_N * BLOCK_N)
-    end = tl.minimum((split + 1) * split_tokens, seq_len)
+    end = tl.minimum((split + 1) * split_tokens, tl.load(span_ptr + seq * 3 + 1))
 
     offs_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     offs_n = tl.arange(0, BLOCK_N)
@@ -54,7 +60,7 @@ def attend_split(
     table_row = table_ptr + seq * table_stride
     page_mask = (1 << page_shift) - 1
     if EXTRAS:
-        slope = tl.load(alibi_ptr + head, mask=live_g, other=0.0)
+        slope = tl.load(alibi_ptr + seq * alibi_stride + head, mask=live_g, other=0.0)
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -63,7 +69,7 @@ def attend_split(
         pos = start + offs_n
         live = (pos < end) & (pos >= first_key)
         page = page_of(table_row, pos, live, page_shift)
-        offset = offset_of(page, pos, cache_stride, page_mask, head_dim)
+        offset = offset_of(page, pos, cache_stride, page_mask, cache_stride_position)
         k = load_tile(k_base, offset, live, offs_d, head_dim)
         score = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if QUANTISED:
@@ -72,7 +78,7 @@ def attend_split(
         if EXTRAS:
             if cap > 0.0:
                 score = soft_cap(score, cap)
-            score += slope[:, None] * (pos - (seq_len - 1)).to(tl.float32)[None, :]
+            score += slope[:, None] * (pos - q_pos).to(tl.float32)[None, :]
         score = tl.where(live[None, :], score, float("-inf"))
         weight, shrink, m, total = advance(score, m, total)
         v = load_tile(v_base, offset, live, offs_d, head_dim)
@@ -82,7 +88,7 @@ def attend_split(
             v_scale = weight
         acc = acc * shrink[:, None] + weigh(weight, v, v_scale, QUANTISED, q.dtype)
 
-    sink = tl.load(sink_ptr + head, mask=live_g, other=float("-inf"))
+    sink = tl.load(sink_ptr + seq * sink_stride + head, mask=live_g, other=float("-inf"))
     shrink, denominator, lse = finish(m, total, sink)
     result = tl.div_rn(acc * shrink[:, None], denominator[:, None])
     out = out_ptr + item * out_stride + head[:, None] * out_stride_head + offs_d[None, :]
@@ -91,12 +97,12 @@ def attend_split(
 
 
 @triton.jit(
-    do_not_specialize=["lse_stride", "num_heads"],
+    do_not_specialize=["lse_stride", "num_heads", "sink_stride"],
     do_not_specialize_on_alignment=["part_lse_ptr", "part_start_ptr", "sink_ptr", "lse_ptr"],
 )
 def combine(
     part_ptr, part_lse_ptr, part_start_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, out_stride_head, lse_stride,
-    num_heads, head_dim, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    sink_stride, num_heads, head_dim, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts [parts, num_heads, head_dim] of one sequence and query head, in order, and apply its sink."""
     seq = tl.program_id(0).to(tl.int64)
@@ -124,7 +130,7 @@ def combine(
         acc = acc * shrink + tl.sum(weight[:, None] * values, axis=0)
         total = total * shrink + tl.sum(weight, axis=0)
         m = top
-    sink = tl.load(sink_ptr + head)
+    sink = tl.load(sink_ptr + seq * sink_stride + head)
     shrink, denominator, lse = finish(m, total, sink)
     result = tl.div_rn(acc * shrink, denominator)
     out = out_ptr + seq * out_stride + head * out_stride_head + offs_d

@@ -11,9 +11,9 @@ def page_of(table_row, pos, live, page_shift):
 
 
 @triton.jit
-def offset_of(page, pos, stride_page, page_mask, head_dim):
+def offset_of(page, pos, stride_page, page_mask, stride_position):
     """Element offset of a position inside one head of the cache; int64, a pool above 2**31 elements is normal."""
-    return page * stride_page + (pos & page_mask) * head_dim
+    return page * stride_page + (pos & page_mask) * stride_position
 
 
 @triton.jit

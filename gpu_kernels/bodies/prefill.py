@@ -12,28 +12,34 @@ from gpu_kernels.bodies.softmax import advance, finish, soft_cap
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window_left", "causal", "group", "page_shift", "lse_stride"],
+    do_not_specialize=["table_stride", "group", "page_shift", "lse_stride", "alibi_stride", "sink_stride"],
     do_not_specialize_on_alignment=[
         "k_scale_ptr", "v_scale_ptr", "alibi_ptr", "sink_ptr", "item_seq_ptr", "item_tile_ptr", "table_ptr",
-        "q_start_ptr", "len_ptr", "lse_ptr",
+        "q_start_ptr", "reach_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def attend_tile(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_ptr, sink_ptr, item_seq_ptr, item_tile_ptr, table_ptr,
-    q_start_ptr, len_ptr, out_ptr, lse_ptr, q_stride, q_stride_head, cache_stride, cache_stride_head, scale_stride,
-    scale_stride_head, out_stride, out_stride_head, lse_stride, table_stride, sm_scale, cap, window_left, causal, group,
-    head_dim, page_shift, QUANTISED: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q_start_ptr, reach_ptr, out_ptr, lse_ptr, q_stride, q_stride_head, cache_stride, cache_stride_head,
+    cache_stride_position, scale_stride, scale_stride_head, out_stride, out_stride_head, lse_stride, table_stride,
+    alibi_stride, sink_stride, sm_scale, cap, group, head_dim, page_shift, QUANTISED: tl.constexpr,
+    EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M rows of one sequence and kv head."""
+    """One tile of BLOCK_M rows of one sequence and kv head.
+
+    ``reach_ptr`` is [num_seqs, 4]: the keys, the position of the first query counted from the first key, and how many
+    keys before and after its own position a query attends to.
+    """
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.load(item_seq_ptr + item).to(tl.int64)
     first_row = tl.load(item_tile_ptr + item) * BLOCK_M
     q_start = tl.load(q_start_ptr + seq)
     q_len = tl.load(q_start_ptr + seq + 1) - q_start
-    seq_len = tl.load(len_ptr + seq)
-    context = seq_len - q_len
+    seq_len = tl.load(reach_ptr + seq * 4)
+    context = tl.load(reach_ptr + seq * 4 + 1)
+    left = tl.load(reach_ptr + seq * 4 + 2)
+    right = tl.load(reach_ptr + seq * 4 + 3)
 
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -47,11 +53,11 @@ def attend_tile(
         q_ptr + place[:, None] * q_stride + head[:, None] * q_stride_head + offs_d[None, :], mask=live_q, other=0.0
     )
     q_pos = context + token
-    last_key = tl.where(causal != 0, q_pos, seq_len - 1)
-    first_key = tl.where(window_left >= 0, q_pos - window_left, 0)
-    tile_first = tl.where(window_left >= 0, tl.maximum(context + first_row // group - window_left, 0), 0)
-    tile_last = tl.minimum(context + (first_row + BLOCK_M - 1) // group, seq_len - 1)
-    tile_last = tl.where(causal != 0, tile_last, seq_len - 1)
+    last_key = q_pos + right
+    first_key = q_pos - left
+    tile_first = tl.maximum(context + first_row // group - left, 0)
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // group, q_len - 1)
+    tile_last = tl.minimum(context + last_token + right, seq_len - 1)
 
     k_base = k_ptr + kv_head * cache_stride_head
     v_base = v_ptr + kv_head * cache_stride_head
@@ -60,7 +66,7 @@ def attend_tile(
     table_row = table_ptr + seq * table_stride
     page_mask = (1 << page_shift) - 1
     if EXTRAS:
-        slope = tl.load(alibi_ptr + head, mask=live_r, other=0.0)
+        slope = tl.load(alibi_ptr + seq * alibi_stride + head, mask=live_r, other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -69,7 +75,7 @@ def attend_tile(
         pos = start + offs_n
         live = (pos <= tile_last) & (pos >= tile_first)
         page = page_of(table_row, pos, live, page_shift)
-        offset = offset_of(page, pos, cache_stride, page_mask, head_dim)
+        offset = offset_of(page, pos, cache_stride, page_mask, cache_stride_position)
         k = load_tile(k_base, offset, live, offs_d, head_dim)
         score = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if QUANTISED:
@@ -89,7 +95,7 @@ def attend_tile(
             v_scale = weight
         acc = acc * shrink[:, None] + weigh(weight, v, v_scale, QUANTISED, q.dtype)
 
-    sink = tl.load(sink_ptr + head, mask=live_r, other=float("-inf"))
+    sink = tl.load(sink_ptr + seq * sink_stride + head, mask=live_r, other=float("-inf"))
     shrink, denominator, lse = finish(m, total, sink)
     result = tl.div_rn(acc * shrink[:, None], denominator[:, None])
     out = out_ptr + place[:, None] * out_stride + head[:, None] * out_stride_head + offs_d[None, :]

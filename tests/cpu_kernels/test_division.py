@@ -11,13 +11,15 @@ import cpu_kernels as ck
 from cpu_kernels.codegen.fields import Item
 from cpu_kernels.native import CHUNK_BYTES, chunk_edges, heads_per_unit, work_items
 from cpu_kernels.plan import DecodeInputs
+from cpu_kernels.reach import reach_of
 
 
 def inputs(lens: list[int], window: int, split: int) -> DecodeInputs:
     pages = ck.KVPages(1, 1, 16, 16, touch=False, huge_pages=False)
     n = len(lens)
     table = np.zeros((n, 1), np.int32)
-    return DecodeInputs(pages, table, np.array(lens, np.int32), np.arange(n), 1, 1, 1.0, window, 0.0, None, None, split)
+    reach = reach_of(np.array(lens), None, None, True, window, None)
+    return DecodeInputs(pages, table, np.array(lens, np.int32), reach, np.arange(n), 1, 1, 1.0, 0.0, None, None, split)
 
 
 @settings(deadline=None, max_examples=150)

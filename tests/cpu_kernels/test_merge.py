@@ -57,7 +57,7 @@ def test_kinds_are_kept() -> None:
     merged, merged_lse = ck.merge_state(out, lse, 3 * out, lse)
     assert merged.dtype == torch.bfloat16 and (merged == 2).all()
     assert torch.allclose(merged_lse, torch.full((1, 2), 0.6931472))
-    bits, _ = ck.merge_state(ck.to_bf16(FULL[0]), FULL[1], *EMPTY)
+    bits, _ = ck.merge_state(ck.to_bf16(FULL[0]), FULL[1], ck.to_bf16(EMPTY[0]), EMPTY[1])
     assert bits.dtype == np.uint16
 
 

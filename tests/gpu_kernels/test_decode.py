@@ -187,7 +187,8 @@ def _refusals() -> list[tuple[str, dict[str, Any], str]]:
         ("id high", {"block_table": table + 4}, "sequence 0, column 0 names page 4"),
         ("negative", {"seq_lens": torch.tensor([5, -2], dtype=torch.int32)}, "seq_lens: sequence 1 has length -2"),
         ("rows", {"block_table": table[:1]}, "block_table: 1 rows do not match the 2 sequences"),
-        ("table dtype", {"block_table": table.long()}, "block_table: dtype torch.int64 is not torch.int32"),
+        ("table dtype", {"block_table": table.float()}, "block_table: dtype torch.float32 is no integer type"),
+        ("table size", {"block_table": table.long() + 2**31}, "block_table: holds 2147483647 to 2147483650, beyond"),
         ("table dim", {"block_table": table[0]}, "block_table: 1 dimensions are not the needed 2"),
         ("heads", {"num_q_heads": 3}, "num_q_heads: 3 is not a positive multiple of num_kv_heads 2"),
         ("cap", {"logits_soft_cap": -1.0}, "logits_soft_cap: -1.0"),
@@ -252,13 +253,13 @@ def test_run_refuses_what_does_not_fit_the_plan(make_batch: Callable[..., Any], 
 
 def test_caches_and_scales_are_checked(device: torch.device) -> None:
     cache = torch.zeros(4, 2, 16, 32, device=device)
-    apart = torch.zeros(4, 2, 16, 64, device=device)[..., :32]
+    apart = torch.zeros(4, 2, 16, 64, device=device)[..., ::2]
     odd = torch.zeros(4 * 1032, device=device).as_strided((4, 2, 16, 32), (1032, 512, 32, 1))
     unaligned = torch.zeros(4097, device=device)[1:].view(4, 2, 16, 32)
     for message, k, v in (
-        ("k_cache: strides .* do not keep the positions", apart, apart),
+        ("k_cache: strides .* do not keep the last axis contiguous", apart, apart),
         ("v_cache: shape .* differ from k_cache's", cache, cache.half()),
-        ("k_cache: strides 1032 of pages, 512 of heads are no multiples of 16", odd, odd),
+        ("k_cache: strides 1032 of pages, 512 of heads, 32 of positions are no multiples of 16", odd, odd),
         ("v_cache: data starts 4 bytes past", cache, unaligned),
         ("v_cache: is on meta and k_cache on", cache, torch.zeros(4, 2, 16, 32, device="meta")),
     ):

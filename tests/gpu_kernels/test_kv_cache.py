@@ -88,7 +88,7 @@ def test_refuses(device: torch.device) -> None:
         ("slot_mapping: row 1 names slot 32; slots go from 0 to 31", (k, v, *caches, slots(0, 32, 1))),
         ("slot_mapping: row 2 names slot -2", (k, v, *caches, slots(0, 3, -2))),
         (r"slot_mapping: slot 4 is named by rows \[0, 2\]", (k, v, *caches, slots(4, 3, 4))),
-        ("slot_mapping: dtype torch.int32", (k, v, *caches, slots(0, 1, 2).int())),
+        ("slot_mapping: dtype torch.float32", (k, v, *caches, slots(0, 1, 2).float())),
         (r"k: shape \(3, 2, 32\) is not the needed \(2, 2, 32\)", (k, v, *caches, slots(0, 1))),
         ("v: dtype", (k, v.half(), *caches, slots(0, 1, 2))),
         ("k_scale, v_scale: an int8 cache", (k, v, *[c.to(torch.int8) for c in caches], slots(0, 1, 2))),

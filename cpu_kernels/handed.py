@@ -1,0 +1,61 @@
+"""What a caller hands to one run of a plan, looked at once, the same for every back end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cpu_kernels.arrays import View, refuse_inside, refuse_overlap
+from cpu_kernels.codegen.fields import Code
+
+if TYPE_CHECKING:
+    from cpu_kernels.plan import DecodeInputs
+
+
+class Handed(NamedTuple):
+    """Checked arrays of a run; `lse`, `k` and `v` are None where they are not given."""
+
+    q: View
+    out: View
+    lse: View | None
+    k: View | None
+    v: View | None
+
+
+def take(inputs: DecodeInputs, q: Any, out: Any, lse: Any, k_new: Any, v_new: Any) -> Handed:
+    """Check the arrays of a run.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong shape, dtype, byte order, stride or device; for results that are read-only, lie over themselves,
+        share memory with an input other than in exactly its place, or lie in the pages; and for two rows that would
+        append to one slot.
+    """
+    pages = inputs.pages
+    shape = (inputs.num_seqs, inputs.num_q_heads, pages.head_dim)
+    a, b = View("q", q).check(shape), View("out", out).check_result(shape)
+    refuse_overlap(b, a)
+    sums = None
+    if lse is not None:
+        sums = View("lse", lse).check_result(shape[:2])
+        if sums.code != Code.FP32:
+            raise TypeError(f"lse must be float32, got {sums.code.name.lower()}")
+        refuse_overlap(sums, a, b, in_place=False)
+        refuse_inside(sums, *pages.memory)
+    refuse_inside(b, *pages.memory)
+    if k_new is None and v_new is None:
+        return Handed(a, b, sums, None, None)
+    if k_new is None or v_new is None:
+        raise ValueError("k_new and v_new come together; one of them is missing")
+    rows = (inputs.num_seqs, pages.num_kv_heads, pages.head_dim)
+    k, v = View("k_new", k_new).check(rows), View("v_new", v_new).check(rows)
+    if k.code != v.code:
+        raise TypeError(f"k_new is {k.code.name.lower()} and v_new is {v.code.name.lower()}; both must agree")
+    refuse_overlap(b, k, v)
+    for x in (k, v):
+        refuse_inside(x, *pages.memory)
+        if sums is not None:
+            refuse_overlap(sums, x, in_place=False)
+    if inputs.shared_slot:
+        raise ValueError(inputs.shared_slot)
+    return Handed(a, b, sums, k, v)
