@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.params import SamplingParams
@@ -128,7 +130,7 @@ class LLM:
             )
         except BaseException as error:
             self.device.close()  # or its threads would outlive a refused argument
-            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
+            if _out_of_memory(error):
                 raise InputError(f"this machine has too little memory for what was asked: {error}") from error
             raise
         self.config = config
@@ -275,6 +277,11 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Of the host (torch's is a RuntimeError) or of a card."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _nanoseconds(name: str, seconds: Any) -> int:

@@ -18,16 +18,19 @@ import ctypes
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
+
+import torch
 
 from cpu_kernels import WorkerPool
 from cpu_kernels.memory import available_bytes
 from hybridattn.core.device import Future, Span, check_after
-from hybridattn.core.errors import InputError
+from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op
-from hybridattn.devices.cores import CorePlan, plan_cores
+from hybridattn.devices.cores import CorePlan, kept_on, plan_cores
 from hybridattn.devices.cuda_clock import GpuClock
 from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
@@ -49,17 +52,24 @@ class CudaDevice(LiveDevice):
     index : int
         Which card.
     gpu_memory_bytes : int, optional
-        Budget of the GPU tier, weights included (a smaller card is emulated this way). Default: what is free now.
+        Budget of the GPU tier, weights included (a smaller card is emulated this way). Default: what can be had now.
     handover : str
         ``stream`` (host calls; refused where there are none), ``poll`` (the driver), or ``auto``.
     graphs : bool
         Capture the linear stages as CUDA graphs.
     cores : CorePlan, optional
         ``gpu`` are left to the driver and to CUDA's own threads, ``pool`` compute attention.
+    spin_us : int
+        How long an idle pool worker looks for work before it sleeps. A push by the card that has to wake it would wait
+        for that; a layer of a large model takes about as long.
     record : bool
         Keep spans for ``drain``.
     runtime : CudaRuntime, optional
         Instead of torch's.
+
+    Attributes
+    ----------
+    pageable : what could not be page-locked, so that its copies block the driver; such a run is no measure of a card
     """
 
     name = "cuda"
@@ -73,28 +83,40 @@ class CudaDevice(LiveDevice):
         handover: str = "auto",
         graphs: bool = True,
         cores: CorePlan | None = None,
-        spin_us: int = 50,
+        spin_us: int = 1000,
         record: bool = True,
         close_timeout_s: float = 5.0,
         runtime: CudaRuntime | None = None,
     ) -> None:
-        self.runtime: CudaRuntime = TorchCuda(index) if runtime is None else runtime
-        self.torch_device, self.kind = self.runtime.torch_device, self.runtime.kind
-        self.graphs = graphs
-        self.broken: BaseException | None = None
         if handover not in HANDOVERS:
             raise InputError(f"handover must be one of {', '.join(HANDOVERS)}, got '{handover}'")
-        super().__init__({"gpu": _budget(self.runtime, gpu_memory_bytes), "cpu": available_bytes() or 0}, record)
+        self.cores = cores or _cores()
+        with kept_on(self.cores.gpu):  # threads that CUDA starts with its context stay off the pool's cpus
+            self.runtime: CudaRuntime = TorchCuda(index) if runtime is None else runtime
+            self.torch_device, self.kind = self.runtime.torch_device, self.runtime.kind
+            budget = _budget(self.runtime, gpu_memory_bytes)
+            super().__init__({"gpu": budget, "cpu": available_bytes() or 0}, record)
+            self._lock = threading.RLock()  # the lane's worker thread looks at futures too
+            try:
+                self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
+                self._clock = GpuClock(self.runtime, self._streams[GPU], _START_NS)
+            except DeviceError:
+                raise
+            except RuntimeError as error:
+                raise DeviceError(f"{self.runtime.gpu_name} has failed and takes no work: {error}") from error
+        self.graphs = graphs
+        self.broken: BaseException | None = None
         self._close_timeout_s = close_timeout_s
-        self._lock = threading.RLock()  # the lane's worker thread looks at futures too
-        self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
         self._open: dict[str, deque[StreamFuture]] = {lane: deque() for lane in self._streams}
-        self._pinned: list[int] = []
-        self._clock = GpuClock(self.runtime, self._streams[GPU], _START_NS)
+        self.pageable: list[str] = []
+        self._pins: list[weakref.finalize] = []
+        self._emulates_size = gpu_memory_bytes is not None
+        self._allocated_before = self.runtime.allocated()
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the driver only enqueues; idle helpers would sit on the pool's cpus
         self.why_poll = "asked for" if handover == "poll" else why_no_host_call(self.runtime)
         if handover == "stream" and self.why_poll is not None:
             raise InputError(f"handover 'stream' cannot be used: {self.why_poll}")
-        self.cores = cores or _cores()
         self.profile = f"{self.runtime.gpu_name.replace(' ', '_')}+{fingerprint()}"
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
         self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.why_poll is None)
@@ -157,9 +179,15 @@ class CudaDevice(LiveDevice):
             time.sleep(min(left / 1e9, 0.001))
 
     def _spans(self, futures: list[Any]) -> list[Span]:
-        self._clock.realign()
-        spans = spans_of(futures, self._clock.spread_ns)
-        self._clock.restart()
+        try:
+            self._clock.realign()
+            spans = spans_of(futures, self._clock.spread_ns)
+            self._clock.restart()
+        except DeviceError:
+            raise
+        except RuntimeError as error:
+            self.broken = self.broken or error
+            raise DeviceError(f"the card failed after the last op: {error}") from error
         return spans
 
     def close(self) -> None:
@@ -175,10 +203,10 @@ class CudaDevice(LiveDevice):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._futures))
         self.pool.close(timeout_s=self._close_timeout_s)
         self._cpu.join(max(0.0, deadline - time.perf_counter()))
-        if at_rest:
-            for address in self._pinned:
-                self.runtime.unpin(address)
-            self._pinned.clear()
+        for release in self._pins if at_rest else ():
+            release()
+        self._pins.clear()
+        torch.set_num_threads(self._torch_threads)
 
     def _at_rest(self, deadline: float) -> bool:
         """Wait, bounded, until all streams are empty."""
@@ -243,8 +271,15 @@ class CudaDevice(LiveDevice):
         """Inside, uploads and the like go to the stream of ``lane``."""
         return self.runtime.on(self._streams[lane])
 
-    def pin(self, address: int, num_bytes: int, what: str) -> bool:
-        """Page-lock memory until the device closes; where that fails, warn once and copy the slow way."""
+    def reserve_weights(self, num_bytes: int) -> None:
+        """Book the weights of a model. What lay on the card before this device opened was not free then: it is booked
+        only where a smaller card is emulated."""
+        since = max(0, self.runtime.allocated() - self._allocated_before)
+        self.reserve("gpu", num_bytes if self._emulates_size else min(num_bytes, since), "the weights")
+
+    def pin(self, owner: Any, address: int, num_bytes: int, what: str) -> bool:
+        """Page-lock memory of ``owner`` until that goes away or the device closes; where it fails, warn and copy the
+        slow way."""
         try:
             self.runtime.pin(address, num_bytes)
         except RuntimeError as error:
@@ -252,12 +287,26 @@ class CudaDevice(LiveDevice):
                 f"{what} ({num_bytes} bytes) could not be pinned and stays pageable, so that its copies block the "
                 f"driver: {error}", RuntimeWarning, stacklevel=2,
             )  # fmt: skip
+            self.pageable.append(what)
             return False
-        self._pinned.append(address)
+        release = weakref.finalize(owner, _unpin, weakref.ref(self), address)
+        release.atexit = False  # the process ends, and its pins with it
+        self._pins = [p for p in self._pins if p.alive] + [release]
         return True
 
     def stream(self, lane: str) -> Any:
         return self._streams[lane]
+
+
+def _unpin(device: weakref.ref[CudaDevice], address: int) -> None:
+    """The owner of page-locked memory goes away, or the device closes: no copy reads it any more."""
+    opened = device()
+    if opened is None:
+        return
+    deadline = time.perf_counter() + opened._close_timeout_s
+    if opened._closed or opened._at_rest(deadline):
+        with suppress(RuntimeError):  # a card that has failed
+            opened.runtime.unpin(address)
 
 
 def _budget(runtime: CudaRuntime, wanted: int | None) -> int:

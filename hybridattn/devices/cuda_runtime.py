@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from hybridattn.core.errors import InputError
 Stream = Any
 Event = Any
 _MAPS = Path("/proc/self/maps")
+_MARGIN = 1 << 30  # of the card's memory, or 3 % of it: context, modules, library workspaces, graphs
 
 
 class CudaRuntime(Protocol):
@@ -62,7 +65,11 @@ class CudaRuntime(Protocol):
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the card."""
+        """Bytes of the card that can be had now, and in all."""
+        ...
+
+    def allocated(self) -> int:
+        """Bytes of the card that tensors of this process hold."""
         ...
 
     def pin(self, address: int, num_bytes: int) -> None:
@@ -100,6 +107,7 @@ class TorchCuda:
         self.gpu_name = torch.cuda.get_device_name(self._device)
         self._launch, self._no_launch = _find_host_call()
         self._graph_pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that share the pool
 
     def open_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -132,55 +140,91 @@ class TorchCuda:
     def host_call(self, stream: Stream, function: int, argument: int) -> None:
         if self._launch is None:
             raise RuntimeError(f"no host call: {self._no_launch}")
-        code = self._launch(stream.cuda_stream, function, argument)
-        if code != 0:
-            raise RuntimeError(f"the host call was refused with CUDA error {code}")
+        with torch.cuda.device(self._device):
+            code = self._launch(stream.cuda_stream, function, argument)
+        _raise_refused("the host call was refused", code)
 
     def memory(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return max(0, free + cached - max(_MARGIN, total * 3 // 100)), total
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-        if code != 0:
-            self._forget_error()
-            raise RuntimeError(f"pinning {num_bytes} bytes failed with CUDA error {code}")
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        _raise_refused(f"pinning {num_bytes} bytes failed", code)
 
     def unpin(self, address: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostUnregister(address))
-        if code != 0:
-            raise RuntimeError(f"unpinning failed with CUDA error {code}")
-
-    @staticmethod
-    def _forget_error() -> None:
-        """The runtime remembers a refusal, and torch would blame the next kernel for it."""
-        path = loaded_library("libcudart.so", _MAPS)
-        if path is not None:
-            ctypes.CDLL(path).cudaGetLastError()
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        _raise_refused("unpinning failed", code)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
-        if self._graph_pool is None:
+        if not self._graphs:  # the first one, or the pool has gone with the last of them
             self._graph_pool = torch.cuda.graph_pool_handle()  # graphs replay one after the other: they share scratch
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             run()  # compiles kernels and makes library handles, none of which may happen inside a capture
             stream.synchronize()
-            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
+            with _no_collection():
+                graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with suppress(RuntimeError):  # it says no more than that the capture came to nothing
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
+        self._graphs.add(graph)
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected: tensors of another engine that die then would break a capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _raise_refused(what: str, code: int) -> None:
+    """Raise for a CUDA error code, and make the runtime forget it: torch would blame the next kernel for it."""
+    if code == 0:
+        return
+    library = _runtime_library()
+    if library is not None and hasattr(library, "cudaGetLastError"):
+        library.cudaGetLastError()
+    raise RuntimeError(f"{what} with CUDA error {code}")
+
+
+def _runtime_library() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch itself uses: symbols are asked of torch's library, which is linked to it. A process
+    may have loaded a second one."""
+    for name in ("libc10_cuda.so", "libcudart.so"):
+        path = loaded_library(name, _MAPS)
+        if path is not None:
+            return ctypes.CDLL(path)
+    return None
 
 
 def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None]:
     """The native launch of a host function: of the runtime library that is loaded, else of the driver's."""
-    for soname, symbol in (("libcudart.so", "cudaLaunchHostFunc"), ("libcuda.so", "cuLaunchHostFunc")):
-        path = loaded_library(soname, _MAPS)
-        if path is not None:
-            launch = getattr(ctypes.CDLL(path), symbol)
+    driver = loaded_library("libcuda.so", _MAPS)
+    libraries = (_runtime_library(), ctypes.CDLL(driver) if driver is not None else None)
+    for library, symbol in zip(libraries, ("cudaLaunchHostFunc", "cuLaunchHostFunc"), strict=True):
+        launch = getattr(library, symbol, None)
+        if launch is not None:
             launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int
             return launch, None
     return None, "neither libcudart nor libcuda is loaded in this process"

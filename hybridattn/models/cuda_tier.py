@@ -43,7 +43,7 @@ class CudaTier:
         self._device, self._config, self._sm_scale = device, model.config, sm_scale
         self._on, self._page_size = device.torch_device, config.page_size
         self._shape, self._kv_dtype = shape, kv_dtype
-        device.reserve(GPU_TIER, model.weights.num_bytes(), "the weights")
+        device.reserve_weights(model.weights.num_bytes())
         device.runtime.synchronize()  # the weights were written by another stream
         with device.on(GPU):
             self.decoder = FusedDecoder(model.config, model.weights, config.max_model_len)
@@ -71,11 +71,11 @@ class CudaTier:
             count, s.num_kv_heads, s.head_dim, self._page_size, self._kv_dtype, num_layers=s.num_layers,
             cpus=device.cores.pool,
         )  # fmt: skip
-        self._pins = device.pin(pages.buffer.ctypes.data, pages.nbytes, "the CPU tier's KV pool")
+        self._pins = device.pin(pages, pages.buffer.ctypes.data, pages.nbytes, "the CPU tier's KV pool")
         return pages
 
     def _pin(self, tensor: torch.Tensor) -> None:
-        self._device.pin(tensor.data_ptr(), tensor.nbytes, "an exchange slab")
+        self._device.pin(tensor, tensor.data_ptr(), tensor.nbytes, "an exchange slab")
 
     def _open_moves(self, config: EngineConfig) -> None:
         """The staging area of CPU-tier prompts, and the blocks of both directions."""

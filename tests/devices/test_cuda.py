@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from fake_cuda import GIB, FakeCuda
 
 from cpu_kernels import KVPages, plan_decode
@@ -17,6 +22,7 @@ from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, SKIPPED, Op, Work
 from hybridattn.core.trace import violations
 from hybridattn.devices import cuda_runtime
+from hybridattn.devices.cores import plan_cores
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.cuda_clock import GpuClock
 from hybridattn.devices.cuda_runtime import TorchCuda, loaded_library
@@ -311,27 +317,90 @@ def test_a_smaller_card_is_emulated_by_bytes(opened):
 
 
 def test_pinned_memory_is_given_back_and_pageable_memory_is_announced(opened):
-    runtime = FakeCuda()
+    runtime, slab = FakeCuda(), np.zeros(100)
     device = opened(runtime)
-    assert device.pin(4096, 100, "a slab") and runtime.pinned == {4096: 100}
+    assert device.pin(slab, 4096, 100, "a slab") and runtime.pinned == {4096: 100}
     device.close()
-    assert runtime.pinned == {}
+    assert runtime.pinned == {} and device.pageable == []
     device = opened(FakeCuda(pins=False))
     with pytest.warns(RuntimeWarning, match=r"a slab \(100 bytes\) could not be pinned and stays pageable.*lockable"):
-        assert not device.pin(4096, 100, "a slab")
+        assert not device.pin(slab, 4096, 100, "a slab")
+    assert device.pageable == ["a slab"]
+
+
+def test_a_pin_ends_with_the_memory_that_it_is_for(opened):
+    """Else the next model finds its memory pinned already where it gets the same addresses."""
+    runtime = FakeCuda()
+    device = opened(runtime)
+    for _ in range(2):
+        pages = KVPages(2, 1, 16, 16, "fp32")
+        assert device.pin(pages, 4096, 100, "a pool")
+        del pages
+        assert runtime.pinned == {}
+
+
+def test_weights_that_lay_on_the_card_before_are_not_booked_again(opened):
+    runtime = FakeCuda(free=1000)
+    runtime.held = 300  # of a model that was loaded before: the 1000 bytes are free beside it
+    device = opened(runtime)
+    device.reserve_weights(300)
+    assert device.memory("gpu").free == 1000
+    runtime.held += 400  # loaded after
+    device.reserve_weights(400)
+    assert device.memory("gpu").free == 600
+    small = opened(runtime, gpu_memory_bytes=800)
+    small.reserve_weights(300)
+    assert small.memory("gpu").free == 500
+
+
+def test_a_card_that_has_failed_refuses_a_device_and_a_drain_with_an_error_of_ours(opened):
+    runtime = FakeCuda()
+    device = opened(runtime)
+    device.submit(op("linear", GPU)).wait(SECOND)
+    runtime.failure = RuntimeError("an illegal memory access")
+    with pytest.raises(DeviceError, match="the card failed after the last op: an illegal memory access"):
+        device.drain(SECOND)
+    with pytest.raises(DeviceError, match="Fake GPU has failed and takes no work: an illegal memory access"):
+        CudaDevice(runtime=runtime)
+
+
+def test_the_context_is_made_on_the_cores_of_the_gpu_lane(opened, monkeypatch):
+    """CUDA's threads inherit the mask of the thread that makes the context."""
+    seen, cores = [], plan_cores()
+
+    class Looks(FakeCuda):
+        def open_stream(self):
+            seen.append(tuple(sorted(os.sched_getaffinity(0))))
+            return super().open_stream()
+
+    before = os.sched_getaffinity(0)
+    device = opened(Looks(), cores=cores)
+    assert seen and set(seen[:3]) == {tuple(sorted(device.cores.gpu))}
+    assert os.sched_getaffinity(0) == before
+
+
+def test_torch_keeps_no_idle_helpers_while_a_card_computes(opened):
+    before = torch.get_num_threads()
+    device = opened(FakeCuda())
+    assert torch.get_num_threads() == 1
+    device.close()
+    assert torch.get_num_threads() == before
 
 
 class StubTorch:
     """The few calls into torch that can be refused, on a machine without a card."""
 
-    def __init__(self, cards, code):
+    def __init__(self, cards, code, free=0, reserved=0, allocated=0):
         self.cuda, self.code, self.calls = self, code, []
+        self.mem_get_info = lambda device: (free, 40 * GIB)
+        self.memory_reserved = lambda device: reserved
+        self.memory_allocated = lambda device: allocated
         self.device_count = lambda: cards
         self.get_device_name = lambda device: "Stub"
         self.cudart = lambda: self
 
     def device(self, name):
-        return name
+        return nullcontext(name)
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802  # CUDA's name
         self.calls.append((address, num_bytes, flags))
@@ -351,12 +420,99 @@ def test_what_cuda_refuses_is_said(monkeypatch):
     card.unpin(4096)
     assert cuda_runtime.torch.calls == [(4096, 10, 0), 4096]
     assert card.kind == "measured" and card.torch_device == "cuda:0" and card.gpu_name == "Stub"
+    assert card.memory() == (0, 40 * GIB)
     assert card.why_no_host_call() == "neither libcudart nor libcuda is loaded in this process"
     with pytest.raises(RuntimeError, match="no host call: neither"):
         card.host_call(None, 1, 0)
     monkeypatch.setattr(cuda_runtime, "torch", StubTorch(cards=1, code=2))
     with pytest.raises(RuntimeError, match="pinning 10 bytes failed with CUDA error 2"):
         card.pin(4096, 10)
+
+
+def test_what_can_be_had_of_a_card_counts_torchs_cache_and_keeps_a_margin(monkeypatch):
+    stub = StubTorch(1, 0, free=20 * GIB, reserved=6 * GIB, allocated=2 * GIB)
+    monkeypatch.setattr(cuda_runtime, "torch", stub)
+    card = TorchCuda(0)
+    assert card.memory() == (24 * GIB - 40 * GIB * 3 // 100, 40 * GIB)
+    assert card.allocated() == 2 * GIB
+
+
+def test_a_refusal_is_forgotten_by_the_runtime(monkeypatch):
+    """Else torch raises it at the next kernel, which has done nothing wrong."""
+    forgotten = []
+    library = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(1), cudaLaunchHostFunc=Refuses())
+    monkeypatch.setattr(cuda_runtime, "torch", StubTorch(cards=1, code=712))
+    monkeypatch.setattr(cuda_runtime, "_runtime_library", lambda: library)
+    card = TorchCuda(0)
+    for what in (lambda: card.pin(4096, 10), lambda: card.unpin(4096), lambda: card.host_call(STREAM, 1, 0)):
+        with pytest.raises(RuntimeError, match="with CUDA error 712"):
+            what()
+    assert len(forgotten) == 3
+
+
+class Refuses:
+    """A native function that says 712 to everything."""
+
+    def __call__(self, *arguments):
+        return 712
+
+
+STREAM = SimpleNamespace(cuda_stream=0)
+
+
+class Recorder:
+    """torch's graph and stream, as far as a capture uses them."""
+
+    log: list
+
+    def __init__(self, log, ends=True):
+        self.log, self.ends = log, ends
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.log.append(("begin", pool, gc.isenabled()))
+
+    def capture_end(self):
+        self.log.append("end")
+        if not self.ends:
+            raise RuntimeError("capture was invalidated")
+
+    def replay(self):
+        pass
+
+
+def capturing(monkeypatch, log, ends=True):
+    stub = StubTorch(1, 0)
+    pools = iter(range(9))
+    stub.graph_pool_handle = lambda: next(pools)
+    stub.CUDAGraph = lambda: Recorder(log, ends)
+    stub.stream = nullcontext
+    monkeypatch.setattr(cuda_runtime, "torch", stub)
+    return TorchCuda(0), SimpleNamespace(synchronize=lambda: None)
+
+
+def test_a_pool_of_graphs_lives_as_long_as_one_of_them(monkeypatch):
+    log = []
+    card, stream = capturing(monkeypatch, log)
+    first = card.capture(stream, lambda: None)
+    second = card.capture(stream, lambda: None)
+    del first, second
+    card.capture(stream, lambda: None)
+    assert [entry[1] for entry in log if entry != "end"] == [0, 0, 1]
+    assert not any(entry[2] for entry in log if entry != "end") and gc.isenabled()  # no collection inside a capture
+
+
+def test_a_failed_capture_says_what_failed_and_not_that_it_was_lost(monkeypatch):
+    card, stream = capturing(monkeypatch, [], ends=False)
+    calls = []
+
+    def run():
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("of the stage")
+
+    with pytest.raises(ValueError, match="of the stage"):
+        card.capture(stream, run)
+    assert gc.isenabled()
 
 
 def test_a_loaded_library_is_found_in_the_memory_map(tmp_path):

@@ -78,6 +78,7 @@ class FakeCuda:
         self.threads, self.pins, self.free, self.forget = threads, pins, free, forget
         self.offset_ns, self.drift = offset_ns, drift
         self.host_calls = 0
+        self.held = 0  # bytes of tensors "on the card"
         self.deaf = set()  # streams whose waits do nothing
         self.closed = False
         self.failure = None  # raised by every query, as a GPU does after a fault
@@ -151,6 +152,9 @@ class FakeCuda:
 
     def memory(self):
         return self.free, self.free
+
+    def allocated(self):
+        return self.held
 
     def pin(self, address, num_bytes):
         if not self.pins:
