@@ -19,7 +19,7 @@ def lines() -> list[str]:
     out += [f"ISA level {level}: absent, {why}" for level, why in choice.missing]
     for name in backends.REGISTRY:
         out.append(f"backend {name}: {backends.why_absent(name) or 'available'}")
-    out.append(f"compiled code: {jit.cache_dir()}")
+    out.append(f"compiled code: {jit.cache_dir() or 'kept nowhere: no home folder is known; set CPU_KERNELS_CACHE'}")
     return out
 
 

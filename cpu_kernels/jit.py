@@ -7,7 +7,8 @@ among them, because they delete the guards that make a masked weight exactly 0 a
 Cache. The key of an object file is the hash of everything that determines it: IR text, processor name, feature
 string, optimisation level, LLVM and llvmlite versions. A changed constant anywhere changes the IR, and another
 machine's level changes the processor name, so a stale or foreign object cannot be loaded. The folder is
-``$CPU_KERNELS_CACHE`` or ``~/.cache/cpu_kernels``; an unwritable folder costs speed, not correctness.
+``$CPU_KERNELS_CACHE``, or ``cpu_kernels`` in the user's cache folder; an unwritable folder, or none, costs speed and
+not correctness.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import hashlib
 import os
 import tempfile
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import llvmlite
 import llvmlite.binding as llvm
+import platformdirs
 
 from cpu_kernels import isa
 
 FAST_MATH = ("contract", "reassoc", "arcp", "nsz")
 SUM_FLAGS = "reassoc nsz"
 OPT_LEVEL = 3
+_PART, _STALE_S = ".part", 3600.0  # names and age of half-written objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,14 @@ def target_of(level: str, extras: tuple[str, ...] = ()) -> Target:
     return Target(isa.target_cpu(level), ",".join("+" + name for name in extras))
 
 
-def cache_dir() -> Path:
-    """Return the folder of compiled objects (it need not exist yet)."""
+def cache_dir() -> Path | None:
+    """Return the folder of compiled objects (it need not exist yet); None for a user without a home folder."""
     asked = os.environ.get("CPU_KERNELS_CACHE")
-    return Path(asked) if asked else Path.home() / ".cache" / "cpu_kernels"
+    try:
+        found = Path(asked) if asked else platformdirs.user_cache_path("cpu_kernels")
+    except RuntimeError:
+        return None
+    return None if str(found).startswith("~") else found  # what earlier versions of the library say
 
 
 def object_key(ir: str, target: Target) -> str:
@@ -112,12 +121,25 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, body: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        _remove_leftovers(path.parent)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+    except OSError:
+        return
+    try:
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(body).digest() + body)
         os.replace(name, path)
-    except OSError:
-        return
+    except OSError:  # a full disk
+        with suppress(OSError):
+            os.unlink(name)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What killed processes left half-written: no write takes an hour."""
+    for part in folder.glob("*" + _PART):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > _STALE_S:
+                part.unlink()
 
 
 class Loaded:
@@ -146,11 +168,13 @@ def load(ir: str, names: tuple[str, ...], target: Target) -> Loaded:
     with _load_lock:
         found = _loaded.get(key)
         if found is None:
-            path = cache_dir() / f"{key}.o"
-            body = _read(path)
+            folder = cache_dir()
+            path = None if folder is None else folder / f"{key}.o"
+            body = None if path is None else _read(path)
             hit = body is not None
             if body is None:
                 body = compile_object(ir, target)
-                _write(path, body)
+                if path is not None:
+                    _write(path, body)
             found = _loaded[key] = Loaded(body, names, key, hit)
     return found

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from cpu_kernels import backends, isa, topology
 from hybridattn.core.provenance import git_commit
 from hybridattn.devices.cores import plan_cores
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.registry import why_no_cuda
+from hybridattn.problems import problems
 
+_NO_TORCH = "no: torch is not installed"
 PACKAGES = ("hybridattn", "torch", "triton", "llvmlite", "numpy", "transformers", "hydra-core", "wandb")
 
 
 def examine() -> dict[str, Any]:
     """Everything the doctor knows, as plain values."""
+    before = _mask()
+    has_torch = _load_torch()
+    after = _mask()
     machine = topology.read()
     chosen = isa.detect()
     cores = plan_cores(topology.worker_cpus(machine))
-    memory = psutil.virtual_memory()
+    memory = _meminfo()
     return {
+        "problems": problems(machine, before, after),
         "cpu_model": machine.cpu_model,
         "isa_level": chosen.level,
         "isa_reason": chosen.reason,
@@ -44,11 +49,15 @@ def examine() -> dict[str, Any]:
             "cpu.attention": {"cpus": list(cores.pool), "threads": len(cores.pool)},
         },
         "transparent_huge_pages": machine.huge_pages,
-        "explicit_huge_pages": _explicit_huge_pages(),
-        "memory_total_bytes": memory.total,
-        "memory_available_bytes": memory.available,
-        "devices": {"host": "yes", "sim": "yes (experiments only)", "cuda": _cuda()},
-        "triton": _triton(),
+        "explicit_huge_pages": memory.get("HugePages_Total", 0),
+        "memory_total_bytes": memory.get("MemTotal", 0) * 1024 or None,
+        "memory_available_bytes": memory.get("MemAvailable", 0) * 1024 or None,
+        "devices": {
+            "host": "yes" if has_torch else _NO_TORCH,
+            "sim": "yes (experiments only)",
+            "cuda": _cuda() if has_torch else _NO_TORCH,
+        },
+        "triton": _triton(has_torch),
         "attention_backends": {name: backends.why_absent(name) or "yes" for name in backends.REGISTRY},
         "fingerprint": fingerprint(),
         "commit": git_commit(),
@@ -57,7 +66,22 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _mask() -> tuple[int, ...]:
+    """The cpus that this thread may use: torch's OpenMP runtime may take some away when it is loaded."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def _load_torch() -> bool:
+    try:
+        importlib.import_module("torch")
+    except ImportError:
+        return False
+    return True
+
+
 def _cuda() -> str:
+    import torch  # here and below: the doctor also examines machines without it
+
     reason = why_no_cuda()
     return f"yes: {torch.cuda.get_device_name()}" if reason is None else f"no: {reason}"
 
@@ -69,21 +93,27 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _triton() -> str:
+def _triton(has_torch: bool) -> str:
     version = _version("triton")
     if version is None:
         return "no: the package is not installed"
+    if not has_torch:
+        return f"{version}: without torch nothing calls it"
+    import torch
+
     if not torch.cuda.is_available():
         return f"{version}: compiles for GPUs and interprets on the CPU, but there is no GPU to run on"
     return version
 
 
-def _explicit_huge_pages() -> int:
-    """Pages reserved in advance (``HugePages_Total``); the framework uses transparent ones."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("HugePages_Total:"):
-            return int(line.split()[1])
-    return 0
+def _meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """The numbers of /proc/meminfo by name, in its units (KiB or pages); empty where the system has none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    words = (line.replace(":", " ", 1).split() for line in lines)
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -91,7 +121,9 @@ def as_text(found: dict[str, Any]) -> str:
     lines = []
     for name, value in found.items():
         title = name.replace("_", " ")
-        if name.endswith("_bytes"):
+        if name == "problems":
+            lines += [f"{title:<24} {'none' if not value else ''}".rstrip(), *(f"  - {sentence}" for sentence in value)]
+        elif name.endswith("_bytes") and value is not None:
             lines.append(f"{title.removesuffix(' bytes'):<24} {value / 1e9:.1f} GB")
         elif isinstance(value, dict):
             lines.append(f"{title}")

@@ -15,6 +15,8 @@ from typing import Any
 
 from hybridattn.calibration.bench import DTYPE, MODEL, Bench
 from hybridattn.calibration.measure import calibrate, check
+from hybridattn.core.errors import InputError
+from hybridattn.core.folders import why_unwritable
 from hybridattn.cost.here import default_path
 from hybridattn.cost.profile import load_profile, save_profile
 
@@ -25,23 +27,27 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--check", action="store_true", help="measure a few points again and print the error")
     p.add_argument("--model", default=MODEL)
     p.add_argument("--dtype", default=DTYPE, help="fp32 or bf16 (default %(default)s)")
-    p.add_argument("--profile", type=Path, default=default_path(), help="file (default %(default)s)")
+    p.add_argument("--profile", type=Path, help="file (default: this-machine.json in the user's cache folder)")
     p.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; 0 when it worked."""
     started = time.perf_counter()
+    path = args.profile or default_path()
+    why = None if args.check else why_unwritable(path.parent)
+    if why is not None:  # said before minutes of measuring
+        raise InputError(f"the profile cannot be written: {why}; name another file with --profile")
     with Bench(args.model, args.dtype) as bench:
         if args.check:
-            profile = load_profile(args.profile)
+            profile = load_profile(path)
             for name, measured, predicted in check(bench, profile, bench.device.profile):
                 error = predicted / measured - 1
                 print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})")
             return 0
         profile = calibrate(bench, lambda text: print(f"calibrate: {text}", file=sys.stderr))
-    save_profile(profile, args.profile)
+    save_profile(profile, path)
     for key, error in profile.held_out_error.items():
         print(f"{key:34} held-out error {error:.0%}")
-    print(f"wrote {args.profile} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")
+    print(f"wrote {path} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")
     return 0

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; 0 when it worked."""
-    doctor = importlib.import_module("hybridattn.doctor")  # it loads torch, which the other commands may do without
+    doctor = importlib.import_module("hybridattn.doctor")  # it loads torch, which others do without
     found = doctor.examine()
     print(json.dumps(found, indent=2) if args.json else doctor.as_text(found))
     return 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import hybridattn
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import InputError
-from hybridattn.core.params import SamplingParams
+from hybridattn.core.params import NoEffectWarning, SamplingParams
+from hybridattn.core.terminal import is_unicode
 from hybridattn.engine.call import Output
 
 
@@ -91,8 +94,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--trace: the folder {args.trace.parent} does not exist")
     with _open(args) as llm:
         if args.json:
+            escaped = not is_unicode(sys.stdout)  # as JSON does it: escapes of the stream's own would be no JSON
             for output in llm.generate(prompts, params):
-                print(json.dumps(_as_dict(output, llm), ensure_ascii=False), flush=True)
+                print(json.dumps(_as_dict(output, llm), ensure_ascii=escaped), flush=True)
         else:
             _stream(llm, prompts, params)
         if args.trace is not None:
@@ -125,6 +129,8 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "repetition_penalty",
         "presence_penalty", "frequency_penalty",
     )  # fmt: skip
+    if args.seed is not None and args.temperature == 0:
+        warnings.warn("--seed has no effect at --temperature 0, the default", NoEffectWarning, stacklevel=2)
     return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
 
 

@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--concurrency", type=int, default=32, help="requests at a time")
     p.add_argument("--json", action="store_true", help="print the plan as JSON")
     p.add_argument("--check", action="store_true", help="print the textbook check: a 70B model, one 128K-token request")
-    p.set_defaults(command=run)
+    p.set_defaults(command=run, defaults=vars(p.parse_args([])))
 
 
 def _names(role: str) -> str:
@@ -51,6 +51,7 @@ def _names(role: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print the plan (or the check). InputError for names, shapes and numbers that make no sense."""
     if args.check:
+        _refuse_others(args)
         print(textbook_check())
         return 0
     cpu, link = BESIDE.get(Path(args.gpu).stem, (None, None))
@@ -60,6 +61,14 @@ def run(args: argparse.Namespace) -> int:
     found = plan(args.gpu, cpu, link, shape(args.model), args.dtype, args.context, args.concurrency, args.kv_dtype)
     print(json.dumps(asdict(found), indent=2) if args.json else found.describe())
     return 0
+
+
+def _refuse_others(args: argparse.Namespace) -> None:
+    """The check is of one fixed setting: what would be ignored is refused."""
+    others = {name: value for name, value in vars(args).items() if name not in ("check", "command", "defaults")}
+    for name, value in others.items():
+        if value != args.defaults[name]:
+            raise InputError(f"--check prints one fixed setting and takes no --{name.replace('_', '-')}")
 
 
 def textbook_check() -> str:

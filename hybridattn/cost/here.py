@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.folders import NO_CACHE, cache_dir
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import driver_of, measured_machine
@@ -13,8 +14,14 @@ from hybridattn.cost.stages_cost import ModelCost
 
 
 def default_path() -> Path:
-    """Where ``hybridattn calibrate`` writes the profile of this machine unless told otherwise."""
-    return Path.home() / ".cache" / "hybridattn" / "this-machine.json"
+    """Where ``hybridattn calibrate`` writes the profile of this machine unless told otherwise.
+
+    InputError for a user without a home folder.
+    """
+    cache = cache_dir()
+    if cache is None:
+        raise InputError(f"there is no place for the profile of this machine: {NO_CACHE}, or name a profile")
+    return cache / "this-machine.json"
 
 
 def profile_here(given: str | Path | Profile | None = None) -> Profile:

@@ -162,8 +162,12 @@ def save_profile(profile: Profile, path: Path) -> None:
     """Write ``profile`` to ``path``; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(profile.to_json())
-    temporary.replace(path)
+    try:
+        temporary.write_text(profile.to_json())
+        temporary.replace(path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def shipped_names(role: str | None = None) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import json
-import os
-import shutil
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.folders import cache_dir, folder_in_work, publish, remove_leftovers, why_unwritable
 from hybridattn.models.config import parse_config
 from hybridattn.models.expected import listed
 from hybridattn.models.gguf_facts import GgufFacts
@@ -24,15 +24,8 @@ from hybridattn.models.gguf_tensors import check_places, check_tensors, check_wh
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the converted folder changes
 GGUF_ARCHITECTURES = ("llama", "phi3", "qwen2", "qwen3")
 _SAMPLE_BYTES = 1 << 20
-
-
-def cache_dir() -> Path:
-    """``$HYBRIDATTN_CACHE``, else ``$XDG_CACHE_HOME/hybridattn``, else ``~/.cache/hybridattn``."""
-    own = os.environ.get("HYBRIDATTN_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "hybridattn"
+_WORK = ".converting-"
+_uncached: dict[str, tempfile.TemporaryDirectory[str]] = {}  # by key, until the process ends
 
 
 def converted(path: Path, version: str = "") -> Path:
@@ -43,29 +36,62 @@ def converted(path: Path, version: str = "") -> Path:
 
         process A   |read|convert|write tmp-a|rename -> final|use final
         process B      |read|convert|write tmp-b|rename fails: final exists; drop tmp-b|use final
+
+    Where the cache cannot be written, the folder lives as long as this process, and one sentence says so.
     """
-    final = cache_dir() / "models" / _key(path, version)
-    if final.is_dir():
-        return final
+    key = _key(path, version)
+    kept = cache_dir()
+    models = None if kept is None else kept / "models"
+    if models is not None:
+        remove_leftovers(models, _WORK)
+        if (models / key).is_dir():
+            return models / key
+    if key in _uncached:
+        return Path(_uncached[key].name)
     header = check_header(path)
     check_places(path, header)
     facts = GgufFacts.read(path)
     check_whole(path, facts.metadata, header.tensors)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    models = _writable(models)
+    passing = None if models else tempfile.TemporaryDirectory(prefix="hybridattn-", ignore_cleanup_errors=True)
+    final = models / key if models else Path(passing.name if passing else "")
     began = time.monotonic()
-    print(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) once into {final}", file=sys.stderr, flush=True)
-    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=final.parent))
+    _say(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) {'' if passing else 'once '}into {final}")
+    with folder_in_work(final.parent, _WORK) as work:
+        _convert_or_refuse(path, work, facts, header)
+        publish(work, final)
+    if passing:
+        _uncached[key] = passing
+        atexit.register(passing.cleanup)
+    _say(f"converted in {time.monotonic() - began:.0f} s")
+    return final
+
+
+def _writable(models: Path | None) -> Path | None:
+    """``models``, made if need be; None, and one sentence, where nothing can be written there."""
+    try:
+        if models is not None:
+            models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{models} cannot be made ({error.strerror})"
+    else:
+        why = why_unwritable(models) or ""
+    if why:
+        _say(f"{why}: the model is converted for this run only")
+    return None if why else models
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _convert_or_refuse(path: Path, work: Path, facts: GgufFacts, header: GgufHeader) -> None:
     try:
         _convert(path, work, facts, header)
-        _publish(work, final)
     except (InputError, OSError):  # a file that is refused, a disk that is full
         raise
     except Exception as error:  # whatever the libraries make of a file that is not what it says
         raise InputError(f"{path.name} cannot be converted: {type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    print(f"converted in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return final
 
 
 def _first_line(error: BaseException) -> str:
@@ -81,15 +107,6 @@ def _key(path: Path, version: str) -> str:
         digest.update(f.read())
     parts = [path.stem, version, str(size), digest.hexdigest()[:12], f"c{CONVERTER_VERSION}"]
     return "-".join(p for p in parts if p)
-
-
-def _publish(work: Path, final: Path) -> None:
-    os.chmod(work, 0o755)  # mkdtemp makes it private
-    try:
-        os.rename(work, final)
-    except OSError:
-        if not final.is_dir():  # not the other converter: a real failure
-            raise
 
 
 def _convert(path: Path, folder: Path, facts: GgufFacts, header: GgufHeader) -> None:

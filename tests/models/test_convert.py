@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
+from hybridattn.models import convert
 from hybridattn.models.config import RopeConfig, read_config
-from hybridattn.models.convert import cache_dir, converted
+from hybridattn.models.convert import converted
 from hybridattn.models.gguf_facts import PRE_TOKENIZERS
 from hybridattn.models.locate import resolve
 from hybridattn.models.pieces import byte_alphabet
@@ -395,8 +396,6 @@ def test_two_processes_may_convert_at_once(write_gguf, own_cache):
 
 def test_whoever_publishes_second_takes_the_first_folder(write_gguf, own_cache, monkeypatch):
     """The other converter finishes while this one is at work."""
-    from hybridattn.models import convert
-
     _, _, path = write_gguf()
     real = convert._convert
     final: list[Path] = []
@@ -413,11 +412,23 @@ def test_whoever_publishes_second_takes_the_first_folder(write_gguf, own_cache, 
     assert list(own_cache.iterdir()) == final
 
 
-def test_where_the_cache_is(monkeypatch):
-    monkeypatch.setenv("HYBRIDATTN_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_dir() == Path("/a")
-    monkeypatch.delenv("HYBRIDATTN_CACHE")
-    assert cache_dir() == Path("/b/hybridattn")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "hybridattn"
+def test_a_cache_that_cannot_be_written_costs_time_and_one_sentence(write_gguf, own_cache, monkeypatch, capfd):
+    _, _, path = write_gguf()
+    own_cache.parent.write_text("no folder")
+    folder = converted(path)
+    assert folder.is_dir() and not folder.is_relative_to(own_cache.parent)
+    assert Tokenizer(folder).bos_id == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if "this run only" in line]
+    assert lines == [f"{own_cache} cannot be made (Not a directory): the model is converted for this run only"]
+    assert converted(path) == folder and "converting" not in capfd.readouterr().err
+    convert._uncached.popitem()[1].cleanup()  # as at the end of the process
+    assert not folder.exists()
+
+
+def test_what_a_killed_conversion_left_goes(write_gguf, own_cache):
+    _, _, path = write_gguf()
+    converted(path)
+    (own_cache / ".converting-gone").mkdir()
+    (own_cache / ".converting-gone" / ".lock").touch()
+    converted(path)
+    assert len(list(own_cache.iterdir())) == 1

@@ -1,0 +1,41 @@
+"""Output that never ends in an error because of the terminal's encoding, and warnings as sentences."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+def escape_unprintable() -> None:
+    r"""From here on, what the encoding of stdout or stderr cannot print appears as ``\u4e2d``."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def is_unicode(stream: TextIO | None) -> bool:
+    """Whether every character can be printed there as itself."""
+    encoding = getattr(stream, "encoding", None)
+    return encoding is None or codecs.lookup(encoding).name.startswith("utf")
+
+
+@contextmanager
+def warnings_as_sentences(name: str) -> Iterator[None]:
+    """Within the block a warning for the user is one line, ``name: sentence``, without file and source line."""
+    before = warnings.formatwarning
+
+    def line(message: Any, category: type[Warning], *rest: Any, **named: Any) -> str:
+        return (
+            f"{name}: {message}\n" if issubclass(category, UserWarning) else before(message, category, *rest, **named)
+        )
+
+    warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
