@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import MAX_SEED, as_integer
 from hybridattn.models.config import DecoderConfig, read_config
 from hybridattn.models.locate import ModelSource, resolve
 from hybridattn.models.text import Tokenizer
@@ -38,10 +39,12 @@ def load(name: str, dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> 
     ------
     InputError : unknown name, unsupported architecture or setting, a damaged or incomplete checkpoint
     """
-    source = resolve(name)
+    source, number = resolve(name), as_integer(seed)
+    if number is None or not 0 <= number <= MAX_SEED:
+        raise InputError(f"seed of the random weights must be an integer in 0..{MAX_SEED}, got {seed!r}")
     if source.folder is None:
         assert source.dummy is not None  # ModelSource holds exactly one of the two
-        return LoadedModel(source.dummy, random_weights(source.dummy, seed, dtype, device), None, source)
+        return LoadedModel(source.dummy, random_weights(source.dummy, number, dtype, device), None, source)
     with _as_input_error(source.folder):
         tokenizer = Tokenizer(source.folder)
         config = read_config(source.folder, tokenizer.eos_id, source.name)

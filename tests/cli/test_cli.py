@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from hybridattn import cli, doctor
+from hybridattn.cli import generate
 
 
 def call(capsys, *argv):
@@ -47,6 +48,14 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, real_model, argv, m
     assert (code, out) == (2, "")
     assert err.startswith("hybridattn: ") and err.count("\n") == 1
     assert re.search(message, err), err
+
+
+def test_separators_inside_a_prompt_end_no_line(tmp_path):
+    marks = ["\u2028", "\u2029", "\u0085"]
+    path = tmp_path / "p.jsonl"
+    lines = [json.dumps({"prompt": f"a{mark}b"}, ensure_ascii=False) for mark in marks]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert generate.read_prompts(path) == [f"a{mark}b" for mark in marks]
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,7 @@ def test_not_causal_attends_to_every_key(make_batch: Callable[..., Any], device:
 
 
 @pytest.mark.parametrize("window_left", [-1, 11])
-def test_chunked_equals_whole(
-    make_batch: Callable[..., Any], device: torch.device, window_left: int
-) -> None:
+def test_chunked_equals_whole(make_batch: Callable[..., Any], device: torch.device, window_left: int) -> None:
     batch = make_batch([75], 1, 32)
     q = rows([0, 75], 3, 32, torch.float32, device)
     caches = (batch.k_cache, batch.v_cache, batch.block_table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,3 +88,11 @@ def test_a_source_is_a_folder_or_a_shape():
 
 def test_names_do_not_clash_with_dummy_names():
     assert not any(name.startswith(locate.DUMMY) for name in locate.EMBEDDED)
+
+
+def test_the_seed_of_random_weights_is_any_exact_integer_of_64_bits():
+    one, same = load("dummy:tiny", seed=2**64 - 1), load("dummy:tiny", seed=np.uint64(2**64 - 1))
+    assert torch.equal(one.weights.embed, same.weights.embed)
+    for bad in (-1, 2**64, 1.5, None, True):
+        with pytest.raises(InputError, match="seed of the random weights must be an integer in 0"):
+            load("dummy:tiny", seed=bad)
