@@ -11,10 +11,11 @@ failed, the op fails with the same error and does not run. A GPU-lane op whose `
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, GPU_LANES, Op
@@ -107,6 +108,59 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Bounded; idempotent. Ops not yet started are dropped with an error."""
+        ...
+
+
+class DecodeStep(NamedTuple):
+    """The ops of a step of decode rows alone: the first stage, attention and linear stage of a layer, the last stage.
+
+    All layers cost the same: ``attention`` runs ``num_layers`` times and ``linear`` once less.
+    """
+
+    first: Op
+    attention: Op
+    linear: Op
+    last: Op
+    num_layers: int
+
+
+@runtime_checkable
+class PricedDevice(Device, Protocol):
+    """A device whose ops only have a price, so that many of them may pass in one call (``executor.fast_path``).
+
+    Attributes
+    ----------
+    resolves : nobody looks at single ops (no spans, no closures, no late threads): false, every op is submitted
+    submit_ns, poll_ns : what a submission and a poll cost the driver
+    gpu_free_ns : when gpu.compute will have done all it was given
+    """
+
+    resolves: bool
+    submit_ns: int
+    poll_ns: int
+
+    @property
+    def gpu_free_ns(self) -> int: ...
+
+    def stretch(
+        self,
+        attention: Op,
+        linear: Op,
+        count: int,
+        ahead: deque[Future],
+        run_ahead: int,
+        timeout_ns: int,
+        until_ns: int | None,
+    ) -> tuple[int, Future | None]:
+        """Up to ``count`` layers at which nothing is decided; how many passed, and the last linear stage's future.
+
+        The driver stays at most ``run_ahead`` layers ahead, in ``ahead``. With ``until_ns`` it also waits for the end
+        of each attention, and stops before the layer at which that is at or past ``until_ns``.
+        """
+        ...
+
+    def step_alone(self, step: DecodeStep) -> None:
+        """A whole step, to whose end the driver waits."""
         ...
 
 

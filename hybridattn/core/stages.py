@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from hybridattn.core.device import Future
+from hybridattn.core.device import DecodeStep, Future
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import Op
 
@@ -208,4 +208,13 @@ class Stages(Protocol):
 
     def finish(self, micro_batch: MicroBatch) -> None:
         """The micro-batch ended; its per-micro-batch state may go."""
+        ...
+
+
+@runtime_checkable
+class RepeatedStages(Stages, Protocol):
+    """Stages that know the ops of a decode step whose rows are all ``step`` tokens further on."""
+
+    def alone(self, batch: Batch, step: int) -> DecodeStep:
+        """``step`` 0 is ``batch`` itself; asked for in order."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridattn.core.device import DecodeStep
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Segment
@@ -71,22 +72,15 @@ class PricedStages:
     def _with(self, work: Work, exposed: bool) -> Work:
         return Together(work, self._exposed) if exposed and self._exposed is not None else work
 
-    def alone(self, batch: Batch, step: int) -> tuple[Op, Op, Op, Op, int]:
-        """A decode step of these rows, ``step`` tokens later: first stage, attention and linear stage of each layer,
-        last stage; and the number of layers."""
-        rows = len(batch.segments)
+    def alone(self, batch: Batch, step: int) -> DecodeStep:
+        """A decode step of these rows, ``step`` tokens later."""
+        rows, last = len(batch.segments), self.num_layers - 1
         if step == 0:
             self.begin(batch)
-            self._alone_kv_tokens = sum(s.start + 1 for s in batch.segments)
+            self._alone_kv_tokens = batch.decode_kv_tokens
         attention = Op("attention", GPU, self.cost.decode_attention(rows, self._alone_kv_tokens + step * rows))
-        linear = self.linear(0, batch, ()) if self.num_layers > 1 else attention
-        return (
-            self.linear(-1, batch, ()),
-            attention,
-            linear,
-            self.linear(self.num_layers - 1, batch, ()),
-            self.num_layers,
-        )
+        linear = self.linear(0, batch, ()) if last else attention
+        return DecodeStep(self.linear(-1, batch, ()), attention, linear, self.linear(last, batch, ()), self.num_layers)
 
     def send_qkv(self, micro_batch: MicroBatch) -> Op:
         work = self._attending[micro_batch.number][0]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from hybridattn.core.device import Future, Memory, Span, check_after
+from hybridattn.core.device import DecodeStep, Future, Memory, Span, check_after
 from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import CPU, GPU, LANES, WAITED, Op
 from hybridattn.cost.pricing import Pricing
@@ -201,11 +201,11 @@ class SimDevice:
         """When gpu.compute will have done all it was given."""
         return self._free_ns[GPU]
 
-    def step_alone(self, first: Op, attention: Op, linear: Op, last: Op, layers: int) -> None:
+    def step_alone(self, step: DecodeStep) -> None:
         """A whole step on gpu.compute to whose end the driver waits, as if each op had been submitted on its own."""
-        price = self._prices.alone
-        took_ns = price(first, GPU) + layers * price(attention, GPU)
-        took_ns += (layers - 1) * price(linear, GPU) + price(last, GPU)
+        price, layers = self._prices.alone, step.num_layers
+        took_ns = price(step.first, GPU) + layers * price(step.attention, GPU)
+        took_ns += (layers - 1) * price(step.linear, GPU) + price(step.last, GPU)
         self.clock_ns = self._free_ns[GPU] = max(self._free_ns[GPU], self.clock_ns) + took_ns
 
     def driving(self) -> AbstractContextManager[None]:

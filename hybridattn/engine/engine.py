@@ -11,8 +11,9 @@ from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
 from hybridattn.core.stages import Batch, Stages
 from hybridattn.engine.output import Event, OutputProcessor
+from hybridattn.engine.quiet_steps import QuietSteps
 from hybridattn.engine.request_queue import RequestQueue
-from hybridattn.executor.executor import Executor
+from hybridattn.executor.fast_path import FastExecutor, executor_class
 from hybridattn.policies.base import Policy, StepView
 from hybridattn.scheduler.scheduler import Plan, Scheduler
 from hybridattn.scheduler.swaps import Move
@@ -44,7 +45,7 @@ class Engine:
         self.config = config
         self.broken: HybridAttnError | None = None
         self.scheduler = Scheduler(config, policy, self._ended, can_move=hasattr(stages, "move"))
-        self.executor = Executor(
+        self.executor = executor_class(stages, device)(
             stages,
             device,
             policy,
@@ -61,6 +62,9 @@ class Engine:
         self._output = OutputProcessor(self.scheduler, eos_ids)
         self._requests: dict[str, Request] = {}
         self._queue = RequestQueue(config.max_model_len)
+        self._quiet_steps: QuietSteps | None = None
+        if isinstance(self.executor, FastExecutor):
+            self._quiet_steps = QuietSteps(self.executor, self.scheduler, self._queue)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +187,7 @@ class Engine:
         if plan.batch is None and not plan.idle and not self.executor.micro_batches:
             self._idle()
             return []
-        if plan.batch is not None and self.executor.can_repeat and self._repeat(plan.batch):
+        if self._quiet_steps is not None and plan.batch is not None and self._quiet_steps.take(plan.batch):
             return []
         view = self._step_view(now_ns, plan.batch) if self._plans else None
         sampled = self.executor.run(plan.batch, plan.idle, view)
@@ -212,25 +216,6 @@ class Engine:
 
         self.executor.move(move.request, move.source, move.blocks, move.tokens, moved)
 
-    def _repeat(self, batch: Batch) -> bool:
-        """Passes that are certain to hold exactly these rows, as one priced step each (simulator only).
-
-        Their tokens go to the requests without events, so a request that wants events or may stop by itself takes the
-        pass-by-pass way.
-        """
-        steps = self.scheduler.quiet_steps(batch)
-        requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]
-        if steps < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):
-            return False
-        times_ns = self.executor.repeat(batch, steps, self._queue.next_ns)
-        self.scheduler.reserve_ahead(batch, len(times_ns))
-        ids = [0] * len(times_ns)
-        for request in requests:
-            request.token_ids.extend(ids)
-            request.token_ns.extend(times_ns)
-            request.num_computed = len(request.token_ids) - 1
-        return True
-
     def _step_view(self, now_ns: int, batch: Batch | None) -> StepView:
         """What a policy that plans sees before each step."""
         rows, kv_tokens = self.scheduler.cpu_load()
@@ -243,7 +228,7 @@ class Engine:
             cpu_kv_tokens=kv_tokens,
             prefill_tokens=batch.prefill_tokens if batch is not None else 0,
             tokens=self.executor.tokens,
-            cpu_factor=self.executor.forecast.cpu_factor if self.executor.forecast is not None else 1.0,
+            cpu_factor=self.executor.forecast.cpu_factor,
             waiting=len(self.scheduler.waiting),
         )
 

@@ -19,27 +19,35 @@ _KIND = "decode_attention"
 
 
 class Forecast:
-    """Predicted returns of the micro-batches in flight of one executor."""
+    """Predicted returns of the micro-batches in flight of one executor.
+
+    Attributes
+    ----------
+    cpu_factor : measured over priced time of the CPU's attention
+    gpu_free_ns, cpu_free_ns : when GPU and CPU will have done all they were given
+    """
 
     __slots__ = ("_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+
+    predicts = True
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._correction = Correction(weight=0.2)
         self._away: dict[int, MicroBatch] = {}  # not known to be back
-        self._prices_ns: dict[
-            int, tuple[int, int]
-        ] = {}  # of a micro-batch's attention at a layer, and of its copy down
+        self._prices_ns: dict[int, tuple[int, int]] = {}  # of a micro-batch's attention, and of its copy down
         self.cpu_factor = 1.0
         self.cpu_free_ns = 0
         self.gpu_free_ns = 0
 
-    def linear_ns(self, rows: int) -> int:
-        return self._costs.linear_ns(rows)
+    def gpu_attends(self, now_ns: int, batch: Batch) -> None:
+        """The GPU begins its attention of a layer, and has nothing else to do."""
+        attention_ns = self._costs.attention_ns(batch.num_decodes, batch.decode_kv_tokens, batch.chunks)
+        self.gpu_free_ns = now_ns + attention_ns
 
-    def attention_ns(self, batch: Batch) -> int:
-        """GPU attention of the step's rows at one layer."""
-        return self._costs.attention_ns(batch.num_decodes, batch.decode_kv_tokens, batch.chunks)
+    def gpu_comes_to_linear(self, now_ns: int, rows: int) -> None:
+        """The GPU begins a linear stage of ``rows`` rows, and has nothing else to do."""
+        self.gpu_free_ns = now_ns + self._costs.linear_ns(rows)
 
     def gpu_works(self, now_ns: int, rows: int) -> None:
         """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
@@ -49,10 +57,8 @@ class Forecast:
         """The micro-batch's q, k, v go down as soon as the GPU is through, and its attention follows."""
         prices_ns = self._prices_ns.get(micro_batch.number)
         if prices_ns is None:
-            prices_ns = (
-                self._costs.cpu_ns(micro_batch.size, micro_batch.kv_tokens),
-                self._costs.down_ns(micro_batch.size),
-            )
+            costs, rows = self._costs, micro_batch.size
+            prices_ns = costs.cpu_ns(rows, micro_batch.kv_tokens), costs.down_ns(rows)
             self._prices_ns[micro_batch.number] = prices_ns
         priced, down_ns = prices_ns
         start = max(self.cpu_free_ns, now_ns + down_ns, self.gpu_free_ns + down_ns)
@@ -79,3 +85,21 @@ class Forecast:
         """It is through, or rows of it died."""
         self._away.pop(micro_batch.number, None)
         self._prices_ns.pop(micro_batch.number, None)
+
+
+class NoForecast:
+    """For a policy that does not ask for forecasts: all times are 0."""
+
+    __slots__ = ()
+
+    predicts = False
+    cpu_factor = 1.0
+    cpu_free_ns = 0
+    gpu_free_ns = 0
+
+    def gpu_attends(self, now_ns: int, batch: Batch) -> None: ...
+    def gpu_comes_to_linear(self, now_ns: int, rows: int) -> None: ...
+    def gpu_works(self, now_ns: int, rows: int) -> None: ...
+    def sent(self, micro_batch: MicroBatch, now_ns: int) -> None: ...
+    def returned(self, micro_batch: MicroBatch) -> None: ...
+    def forget(self, micro_batch: MicroBatch) -> None: ...

@@ -1,4 +1,4 @@
-"""The micro-batches in flight: where each stands, and which slots it holds."""
+"""The micro-batches in flight: at which layer each waits for its attention, and which slots it holds."""
 
 from __future__ import annotations
 
@@ -6,43 +6,52 @@ from collections.abc import Callable
 
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CpuRow, MicroBatch, Stages
-from hybridattn.executor.forecast import Forecast
+from hybridattn.executor.forecast import Forecast, NoForecast
 from hybridattn.executor.slots import SlotRanges
 
 
 class InFlight:
     """Micro-batches by number and by layer.
 
-    A micro-batch is *launched* (it gets a number and slots), *stands* at a layer while its attention is in flight,
-    *departs* from it with its linear stage, and is *closed* when its tokens are known or all its rows died. The stages
-    plan and forget it accordingly.
+        dispatch -> wait_at(0) -> leave -> wait_at(1) -> ... -> leave -> done -> close
+        a number, slots                                     last stage ^         ^ its tokens are known
 
-    ``on_release`` is called for a leaving request whose row died; ``any_leaving`` says whether there is one at all, so
-    that micro-batches are searched only then.
+    Whenever its next attention is about to be queued, a micro-batch drops the rows that died meanwhile; one without
+    any row left is done and closed at once. The stages plan and forget it accordingly.
+
+    Attributes
+    ----------
+    micro_batches : those in flight, oldest first
+    waiting : those that wait for their attention of a layer, by layer; layers at which nobody waits are left out
     """
 
     __slots__ = (
         "_any_leaving", "_forecast", "_on_release", "_stages", "by_number", "micro_batches", "next_number", "slots",
-        "standing",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
         self,
         stages: Stages,
         max_rows: int,
-        forecast: Forecast | None,
+        forecast: Forecast | NoForecast,
         on_release: Callable[[Request], None],
         any_leaving: Callable[[], bool],
     ) -> None:
         self.micro_batches: list[MicroBatch] = []
         self.by_number: dict[int, MicroBatch] = {}
-        self.standing: dict[int, list[MicroBatch]] = {}  # layers at which nobody stands are left out
+        self.waiting: dict[int, list[MicroBatch]] = {}
         self.slots = SlotRanges(max_rows)
         self.next_number = 0
         self._stages = stages
         self._forecast = forecast
         self._on_release = on_release
         self._any_leaving = any_leaving
+
+    def begin_step(self) -> None:
+        """What was submitted up to now belongs to earlier steps."""
+        for micro_batch in self.micro_batches:
+            micro_batch.same_step = False
 
     def dispatch(self, rows: list[CpuRow], size: int) -> MicroBatch | None:
         """A new micro-batch of the first ``size`` rows, or of fewer where slabs are fragmented; None: no slot is
@@ -59,24 +68,24 @@ class InFlight:
         self._stages.dispatch(micro_batch)
         return micro_batch
 
-    def begin_step(self) -> None:
-        """What was submitted up to now belongs to earlier steps."""
-        for micro_batch in self.micro_batches:
-            micro_batch.same_step = False
-
-    def stand(self, micro_batch: MicroBatch, layer: int) -> None:
+    def wait_at(self, layer: int, micro_batch: MicroBatch) -> None:
         """Its attention of ``layer`` is about to be submitted."""
         micro_batch.layer, micro_batch.ready, micro_batch.same_step = layer, False, True
-        self.standing.setdefault(layer, []).append(micro_batch)
+        self.waiting.setdefault(layer, []).append(micro_batch)
 
-    def depart(self, micro_batch: MicroBatch) -> None:
-        here = self.standing[micro_batch.layer]
+    def next_layer(self, layer: int, last: int) -> int:
+        """The first layer from ``layer`` on at which some micro-batch waits, at most ``last``."""
+        return min([at for at in self.waiting if at >= layer], default=last)
+
+    def leave(self, micro_batch: MicroBatch) -> None:
+        """Its linear stage is about to be submitted: it waits at its layer no longer."""
+        here = self.waiting[micro_batch.layer]
         here.remove(micro_batch)
         if not here:
-            del self.standing[micro_batch.layer]
+            del self.waiting[micro_batch.layer]
 
-    def bury(self, micro_batch: MicroBatch) -> bool:
-        """Rows whose request left die: no op made from now on touches their blocks. True when all rows are dead."""
+    def drop_dead_rows(self, micro_batch: MicroBatch) -> bool:
+        """Rows whose request left die: no op made from now on touches their blocks. True when no row is left."""
         if not self._any_leaving():
             return False
         leaving = _leaving_rows(micro_batch)
@@ -86,30 +95,34 @@ class InFlight:
         for i in leaving:
             self._on_release(request_of(micro_batch.rows[i]))
         if len(micro_batch.dead) == len(micro_batch.rows):
-            self.land(micro_batch)
+            self.done(micro_batch)
             self.close(micro_batch)
             return True
         micro_batch.count_kv_tokens()
-        if self._forecast is not None:
-            self._forecast.forget(micro_batch)
+        self._forecast.forget(micro_batch)
         self._stages.replan(micro_batch)
         return False
 
-    def land(self, micro_batch: MicroBatch) -> None:
-        """It is in flight no longer."""
+    def done(self, micro_batch: MicroBatch) -> None:
+        """Its last stage is submitted, or it has no row left: it is in flight no longer."""
         self.micro_batches.remove(micro_batch)
         del self.by_number[micro_batch.number]
 
     def close(self, micro_batch: MicroBatch) -> None:
-        """It is through, or all its rows died: give its slots back."""
+        """Nothing of it is on a lane any more: give its slots back."""
         self.slots.give_back(micro_batch.first_slot, micro_batch.size)
         self._stages.finish(micro_batch)
-        if self._forecast is not None:
-            self._forecast.forget(micro_batch)
+        self._forecast.forget(micro_batch)
 
-    def next_layer(self, layer: int, last: int) -> int:
-        """The first layer from ``layer`` on at which some micro-batch stands, at most ``last``."""
-        return min([at for at in self.standing if at >= layer], default=last)
+    def keeps(self, request: Request) -> bool:
+        """The request gets the token that was sampled for it. One that left meanwhile gets none; if a row of it was in
+        flight until now, its blocks go back."""
+        left = request.state is State.LEAVING
+        if request.in_flight:
+            request.in_flight = False
+            if left:
+                self._on_release(request)
+        return not left
 
 
 def _leaving_rows(micro_batch: MicroBatch) -> list[int]:

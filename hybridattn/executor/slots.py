@@ -5,8 +5,8 @@ from __future__ import annotations
 
 class SlotRanges:
     """First fit over ``0 .. capacity - 1``. When no free range is long enough, the longest one is given: the caller
-    launches fewer rows now and the rest later. With nothing taken the whole slab is one range, so launching never
-    gets stuck."""
+    dispatches fewer rows now and the rest later. With nothing taken the whole slab is one range, so it never gets
+    stuck."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -1,10 +1,10 @@
-"""What goes onto the lanes in a step, and what each op comes after.
+"""What goes onto the lanes in a step, what each op comes after, and the tokens that come back.
 
 A linear stage in which a micro-batch takes part, and a chunk of a prompt whose K,V live on the CPU tier:
 
-    gpu.h2d       |fetch l|                          |pull l+1|
+    gpu.h2d       |fetch output l|                   |load k,v l+1|
     gpu.compute           |linear l of G + micro-batch|            |attention l+1 of G|
-    gpu.d2h                                      |send l+1|hand down l+1|
+    gpu.d2h                                      |send q,k,v l+1|offload k,v l+1|
     cpu.attention                                         |attention l+1 of the micro-batch ...
 """
 
@@ -13,94 +13,107 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from hybridattn.core.device import Device, Future
+from hybridattn.core.device import Future
 from hybridattn.core.request import Request
-from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, Segment, Stages
-from hybridattn.executor.forecast import Forecast
-from hybridattn.executor.in_flight import InFlight
-from hybridattn.executor.sampling_queue import SamplingQueue
-from hybridattn.executor.step_stats import StepStats
-from hybridattn.policies.base import Policy
+from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Sampled, Segment
+from hybridattn.executor.shared import Shared
 
 
 class Submitter:
-    """Submits linear stages with the copies around them, and copies of K,V. It never waits."""
+    """Submits the stages of a step with the copies around them, and copies of K,V. It waits for nothing but tokens."""
 
     __slots__ = (
-        "_copies", "_device", "_in_flight", "_forecast", "_last", "_last_down", "_policy", "_sampling", "_stages",
-        "_stats",
+        "_attended", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_offloaded", "_offloads", "_policy",
+        "_sampling", "_stages", "_stats", "_timeout_ns",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        stages: Stages,
-        device: Device,
-        policy: Policy,
-        in_flight: InFlight,
-        stats: StepStats,
-        forecast: Forecast | None,
-        sampling: SamplingQueue,
-    ) -> None:
-        self._stages = stages
-        self._device = device
-        self._policy = policy
-        self._in_flight = in_flight
-        self._stats = stats
-        self._forecast = forecast
-        self._sampling = sampling
-        self._last = stages.num_layers - 1
-        self._copies: deque[Future] = deque()  # hand-downs not known to have ended
+    def __init__(self, shared: Shared) -> None:
+        self._stages = shared.stages
+        self._device = shared.device
+        self._policy = shared.policy
+        self._in_flight = shared.in_flight
+        self._stats = shared.stats
+        self._forecast = shared.forecast
+        self._timeout_ns = shared.timeout_ns
+        self._last = shared.stages.num_layers - 1
+        self._offloaded: tuple[Segment, ...] = ()  # prompts of the step whose K,V go to the CPU tier
+        self._offloads: deque[Future] = deque()  # copies of their K,V that are not known to have ended
+        self._attended: Future | None = None  # the GPU rows' attention of the layer before
         self._last_down: Future | None = None  # newest op of gpu.d2h: the lane is in order
+        self._sampling: list[tuple[Future, tuple[Segment, ...], tuple[MicroBatch, ...]]] = []  # last stages of the step
+
+    # -- the GPU rows --------------------------------------------------------------------------------------------------
+
+    def first(self, batch: Batch | None, dispatched: Sequence[MicroBatch]) -> Future:
+        """A step begins: embed the rows of ``batch`` and of new micro-batches, and make their q, k, v of layer 0."""
+        if batch is not None:
+            self._stages.begin(batch)
+            self._offloaded, self._attended = batch.offloaded, None
+        return self.linear(-1, batch, dispatched)
+
+    def attention(self, layer: int, batch: Batch, made: Future) -> Future:
+        """Attention of the GPU rows, whose q, k, v ``made`` makes.
+
+        Each op names the one before it, so that a failure ends the step.
+        """
+        after: tuple[Future, ...] = (made,)
+        if self._offloaded:
+            after += self._move_prompts(layer, made)
+        self._attended = attended = self._device.submit(self._stages.attention(layer, batch), after)
+        return attended
+
+    def _move_prompts(self, layer: int, made: Future) -> tuple[Future, ...]:
+        """K,V of this layer of prompts of the CPU tier go down; those of earlier chunks come up, once the layer before
+        has done with the staging area. Returns what the attention comes after."""
+        submit = self._device.submit
+        for segment in self._offloaded:
+            self._last_down = submit(self._stages.offload_kv(layer, segment), (made,))
+            self._offloads.append(self._last_down)
+        after = tuple([f for f in (self._attended, self._last_down) if f is not None])
+        return tuple([submit(self._stages.load_kv(layer, s), after) for s in self._offloaded if s.start > 0])
 
     def linear(
         self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch], attended: Future | None = None
     ) -> Future:
-        """post(layer) and pre(layer + 1) for the rows present; then the micro-batches' next attention goes to the
-        CPU."""
+        """post(layer) and pre(layer + 1) for the rows present; then the next attention of the micro-batches goes to the
+        CPU, or their tokens are sampled."""
         after: tuple[Future, ...] = () if attended is None else (attended,)
         if micro_batches and layer >= 0:
+            if self._forecast.predicts:
+                self._forecast.gpu_works(self._device.now_ns(), self._rows(batch, micro_batches))
             after += tuple([self._fetch_output(c) for c in micro_batches])
         future = self._device.submit(self._stages.linear(layer, batch, micro_batches), after)
         if layer == self._last:
-            self._sampling.add(future, batch, micro_batches)
-            for micro_batch in micro_batches:
-                self._in_flight.land(micro_batch)
+            self._sample(future, batch, micro_batches)
         elif micro_batches:
-            self._send_down(micro_batches, layer + 1, future)
+            self._send_qkv(micro_batches, layer + 1, future)
         return future
+
+    def _rows(self, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> int:
+        return sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
+
+    # -- micro-batches -------------------------------------------------------------------------------------------------
 
     def _fetch_output(self, micro_batch: MicroBatch) -> Future:
         """The micro-batch leaves its layer: what its attention brought goes up."""
         stats = self._stats
         stats.layers_advanced += 1
         stats.row_layers += micro_batch.size
-        self._in_flight.depart(micro_batch)
+        self._in_flight.leave(micro_batch)
         return self._device.submit(self._stages.fetch_output(micro_batch), (micro_batch.future,))
 
-    def _send_down(self, micro_batches: Sequence[MicroBatch], layer: int, made: Future) -> None:
+    def _send_qkv(self, micro_batches: Sequence[MicroBatch], layer: int, made: Future) -> None:
         """q, k, v of micro-batches go down and their attention of ``layer`` is queued behind the copies."""
         device, in_flight, stages, forecast = self._device, self._in_flight, self._stages, self._forecast
         submit, priority_of = device.submit, self._policy.priority_of
         for micro_batch in micro_batches:
-            if in_flight.bury(micro_batch):
+            if in_flight.drop_dead_rows(micro_batch):
                 continue
-            in_flight.stand(micro_batch, layer)
+            in_flight.wait_at(layer, micro_batch)
             micro_batch.submitted_ns = now_ns = device.now_ns()
             self._last_down = down = submit(stages.send_qkv(micro_batch), (made,))
             micro_batch.future = submit(stages.cpu_attention(micro_batch, priority_of(micro_batch.number)), (down,))
-            if forecast is not None:
-                forecast.sent(micro_batch, now_ns)
-
-    def offload_kv(self, layer: int, segments: Sequence[Segment], made: Future) -> None:
-        """K,V of this layer of prompts of the CPU tier go down."""
-        for segment in segments:
-            self._last_down = self._device.submit(self._stages.offload_kv(layer, segment), (made,))
-            self._copies.append(self._last_down)
-
-    def load_kv(self, layer: int, segments: Sequence[Segment], attended: Future | None) -> tuple[Future, ...]:
-        """Earlier K,V of a chunked CPU-tier prefill, once the layer before has done with the staging area."""
-        after = tuple(t for t in (attended, self._last_down) if t is not None)
-        return tuple(self._device.submit(self._stages.load_kv(layer, s), after) for s in segments if s.start > 0)
+            forecast.sent(micro_batch, now_ns)
 
     def move(self, request: Request, source: str, blocks: Sequence[int], tokens: int) -> Future:
         """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to the blocks that it has."""
@@ -110,8 +123,41 @@ class Submitter:
             self._last_down = future
         return future
 
-    def check_copies(self) -> None:
-        """Raise the error of a hand-down that failed. A token that would read it comes later: its own copy goes down
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _sample(self, future: Future, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> None:
+        """``future`` will bring a token for each sampling segment of ``batch``, then for each row of the others."""
+        segments = tuple([s for s in batch.segments if s.samples]) if batch is not None else ()
+        self._sampling.append((future, segments, tuple(micro_batches)))
+        for micro_batch in micro_batches:
+            self._in_flight.done(micro_batch)
+
+    def collect(self) -> list[Sampled]:
+        """Wait, bounded, for all that is being sampled; the tokens in the order in which they were sampled.
+
+        gpu.compute   |linear L-1 of G + micro-batch 3|linear L-1 of micro-batch 4 (a detour)|
+        here           ..............................  ....................................  tokens of G, 3, 4
+        """
+        self._check_offloads()
+        sampled: list[Sampled] = []
+        keeps = self._in_flight.keeps
+        for future, segments, micro_batches in self._sampling:
+            tokens = future.wait(self._timeout_ns)
+            now_ns = self._device.now_ns()
+            owners: list[RequestLike | None] = [s.request for s in segments]
+            self._stats.gpu_made += len(owners)
+            for micro_batch in micro_batches:
+                dead = micro_batch.dead
+                owners += [None if i in dead else r.request for i, r in enumerate(micro_batch.rows)]
+                self._in_flight.close(micro_batch)
+            for i, owner in enumerate(owners):
+                if owner is not None and keeps(owner):  # type: ignore[arg-type]
+                    sampled.append(Sampled(owner, tokens[i] if tokens is not None else 0, now_ns))
+        self._sampling.clear()
+        return sampled
+
+    def _check_offloads(self) -> None:
+        """Raise the error of a copy of K,V that failed. A token that would read it comes later: its own copy goes down
         behind this one, and has ended when the token is handed out."""
-        while self._copies and self._copies[0].done():
-            self._copies.popleft().wait(0)
+        while self._offloads and self._offloads[0].done():
+            self._offloads.popleft().wait(0)

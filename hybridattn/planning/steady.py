@@ -16,7 +16,7 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.priced_stages import EXPOSED, PricedStages
 from hybridattn.cost.pricing import Pricing
-from hybridattn.executor.executor import Executor
+from hybridattn.executor.fast_path import executor_class
 from hybridattn.policies.base import Policy, StepView
 from hybridattn.policies.load import Load
 
@@ -51,8 +51,10 @@ class SteadyRun:
         self.costs = costs
         self.policy = policy
         self.device = open_device(pricing)
-        self.executor = Executor(
-            PricedStages(costs.cost.shape, costs.cost.dtype, costs.cost.kv_dtype, (GPU, EXPOSED) in pricing.models),
+        exposed = (GPU, EXPOSED) in pricing.models
+        stages = PricedStages(costs.cost.shape, costs.cost.dtype, costs.cost.kv_dtype, exposed)
+        self.executor = executor_class(stages, self.device)(
+            stages,
             self.device,
             policy,
             max_rows=max(1, load.cpu_rows),
@@ -115,7 +117,7 @@ class SteadyRun:
             load.cpu_rows * load.context,
             batch.prefill_tokens if batch is not None else 0,
             executor.tokens,
-            executor.forecast.cpu_factor if executor.forecast is not None else 1.0,
+            executor.forecast.cpu_factor,
         )
 
     def measure(self, warmup: int, steps: int) -> Steady:

@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_the_number_of_requests():
             engine._requests,
             engine._ended_requests,
             executor.steps,
-            executor._in_flight.standing,
+            executor._in_flight.waiting,
             executor.micro_batches,
         ]
         kept += [executor.stages._attending, executor.device._spans, executor.device._queued_skipped]

@@ -57,11 +57,13 @@ def test_a_skipped_op_that_starts_now_is_not_overtaken_but_one_that_starts_later
     assert (urgent.start_ns, behind.start_ns) == (25, 30)
 
 
-def engine(policy, **blocks):
+def engine(policy, resolves=True, **blocks):
     config = EngineConfig(
         blocks.get("gpu", 8), blocks.get("cpu", 0), 16, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
     )
-    return Engine(PricedStages(SHAPE, "fp16"), SimDevice(lambda op: 100, record=False), policy, config)
+    device = SimDevice(lambda op: 100, record=False)
+    device.resolves = resolves
+    return Engine(PricedStages(SHAPE, "fp16"), device, policy, config)
 
 
 def test_requests_that_arrive_together_are_served_in_the_order_in_which_they_were_added():
@@ -77,8 +79,7 @@ def test_requests_that_arrive_together_are_served_in_the_order_in_which_they_wer
 def test_a_request_that_arrives_at_the_end_of_a_step_is_in_the_next_one():
     """Also where the step is one of many that were priced as one step."""
     for resolves in (True, False):
-        made = engine(GpuOnly())
-        made.device.resolves = resolves
+        made = engine(GpuOnly(), resolves)
         first = made.add(DeclaredTokens(20), 8)
         step_ns = 100 * (1 + 2 * SHAPE.num_layers)
         made.add(DeclaredTokens(20), 2, arrival_ns=3 * step_ns)
