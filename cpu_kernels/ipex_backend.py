@@ -1,8 +1,8 @@
-"""The IPEX back end: the paged decode kernel of intel-extension-for-pytorch, on plain pages.
+"""The IPEX back end: the paged decode kernel of intel-extension-for-pytorch, on plain pages where they lie.
 
-It reads plain bf16 pages ``[num_pages, kv_heads, page_size, head_dim]``, so each run unpacks the pool first: right for
-conformance tests, wrong for speed (the benchmark times the kernel on pages that are plain already). The kernel has no
-LSE, no sinks and no soft cap; what it cannot do is refused when the plan is made.
+Its kernel reads bf16 pages ``[num_pages, kv_heads, page_size, head_dim]`` by their strides, which is what
+``KVPages(layout="plain")`` holds. It has no LSE, no sinks and no soft cap; what it cannot do is refused when the plan
+is made.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from cpu_kernels import handed
-from cpu_kernels.pages import append_kv, unpack
+from cpu_kernels.pages import append_kv
 from cpu_kernels.plan import DecodeInputs
 from cpu_kernels.torch_backend import as_torch
+
+ORDER = "plain"  # layout of the pages that it reads
 
 
 class IpexDecode:
@@ -38,7 +40,7 @@ class IpexDecode:
         inputs, pages = self.inputs, self.inputs.pages
         if k_new is not None:
             append_kv(pages, layer, k_new, v_new, inputs.slots)
-        k, v = (torch.from_numpy(x).bfloat16() for x in unpack(pages, layer, np.arange(pages.num_pages)))
+        k, v = (as_torch(x) for x in pages.plain(layer))
         queries, results = as_torch(q).bfloat16(), torch.empty(as_torch(out).shape, dtype=torch.bfloat16)
         longest = int(inputs.seq_lens.max(initial=0))
         torch.ops.torch_ipex.single_query_cached_kv_attention(
@@ -55,7 +57,8 @@ def make(inputs: DecodeInputs, isa: str | None) -> IpexDecode:
     Raises
     ------
     ValueError
-        For what its kernel has not: other dtypes than bf16, windows, caps, ALiBi, sinks, a chosen ISA level.
+        For what its kernel has not: other dtypes than bf16, pages that are not plain, keys that are left out (windows,
+        positions), caps, ALiBi, sinks, a chosen ISA level.
     """
     import intel_extension_for_pytorch  # noqa: F401  registers the operator; loading it elsewhere would fail
 
@@ -66,6 +69,7 @@ def make(inputs: DecodeInputs, isa: str | None) -> IpexDecode:
         "alibi_slopes": inputs.alibi_slopes is not None,
         "sinks": inputs.sinks is not None,
         f"pages of {inputs.pages.dtype}": inputs.pages.dtype != "bf16",
+        f"pages of layout {inputs.pages.layout.order!r}": inputs.pages.layout.order == "tiles",
     }
     refused = [name for name, used in asked.items() if used]
     if refused:

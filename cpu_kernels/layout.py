@@ -23,6 +23,7 @@ import numpy as np
 from cpu_kernels.dtypes import LANES, KVDtype, kind_of
 
 PAGE_SIZES = (16, 32, 64, 128)
+ORDERS = ("tiles", "plain", "plain_bounds")
 MAX_HEAD_DIM = 512
 
 
@@ -38,14 +39,19 @@ class Layout:
         A multiple of 16 up to 512.
     page_size : int
         16, 32, 64 or 128 tokens.
+    order : str
+        ``tiles`` as above; ``plain`` and ``plain_bounds`` as in `cpu_kernels.plain`.
     """
 
     dtype: str
     head_dim: int
     page_size: int
+    order: str = "tiles"
 
     def __post_init__(self) -> None:
         kind_of(self.dtype)
+        if self.order not in ORDERS:
+            raise ValueError(f"layout {self.order!r} of the KV pages is unknown; known: {', '.join(ORDERS)}")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size {self.page_size} is not supported; supported: 16, 32, 64, 128")
         if self.head_dim % LANES or not 0 < self.head_dim <= MAX_HEAD_DIM:
@@ -86,7 +92,12 @@ class Layout:
     @property
     def head_bytes(self) -> int:
         """Bytes of one page of one KV head."""
-        return 2 * self.k_bytes + self.scale_bytes
+        return 2 * self.k_bytes + self.scale_bytes + self.bounds_bytes
+
+    @property
+    def bounds_bytes(self) -> int:
+        """Bytes of the minima and maxima of K's dims, of `plain_bounds`."""
+        return 8 * self.head_dim if self.order == "plain_bounds" else 0
 
     def k_offset(self, position: int, dim: int) -> int:
         """Byte offset of one K element inside the block."""

@@ -104,11 +104,14 @@ class Workspace:
 class NativeDecode:
     """A native decode step: the work table and a descriptor template that `prepare` completes per run."""
 
-    def __init__(self, inputs: DecodeInputs, level: str) -> None:
+    def __init__(self, inputs: DecodeInputs, level: str, kernel: int | None = None) -> None:
+        """`kernel` is the address of a function that is called as the generated one, which it replaces."""
         self.inputs, self.level = inputs, level
         pages = inputs.pages
         layout = pages.layout
-        self.kernel = kernel_address(layout, level, inputs.group)
+        if kernel is None and layout.order != "tiles":
+            raise ValueError(f"backend 'native' reads pages of layout 'tiles', these are {layout.order!r}")
+        self.kernel = kernel_address(layout, level, inputs.group) if kernel is None else kernel
         self.items, num_partials = work_items(inputs)
         token_bytes = layout.head_bytes // layout.page_size
         self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group)

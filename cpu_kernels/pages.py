@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cpu_kernels import isa, jit, topology
+from cpu_kernels import isa, jit, plain, topology
 from cpu_kernels.arrays import View, integers, refuse_inside, refuse_overlap, whole
 from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.dtypes import kind_of
@@ -45,6 +46,10 @@ class KVPages:
         default workers.
     touch : bool
         Commit the memory now (default). Otherwise on first write.
+    layout : str
+        ``tiles``, which the native kernels read; ``plain``: K and V are arrays ``[num_pages, num_kv_heads, page_size,
+        head_dim]`` (`plain`), for kernels in numba, torch and IPEX; ``plain_bounds``: with minima and maxima of each
+        page's keys besides.
 
     Attributes
     ----------
@@ -75,11 +80,12 @@ class KVPages:
         huge_pages: bool = True,
         cpus: tuple[int, ...] | None = None,
         touch: bool = True,
+        layout: str = "tiles",
     ) -> None:
         for name, n in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads), ("num_layers", num_layers)):
             if whole(name, n) < 1:
                 raise ValueError(f"{name} must be at least 1, got {n}")
-        self.layout = Layout(dtype, head_dim, page_size)
+        self.layout = Layout(dtype, head_dim, page_size, layout)
         self.num_pages, self.num_kv_heads, self.num_layers = num_pages, num_kv_heads, num_layers
         self.page_bytes = num_kv_heads * self.layout.head_bytes
         self.layer_bytes = num_pages * self.page_bytes
@@ -103,6 +109,10 @@ class KVPages:
     def page_size(self) -> int:
         return self.layout.page_size
 
+    def plain(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of plain pages, ``[num_pages, num_kv_heads, page_size, head_dim]`` each as stored, not copied."""
+        return plain.views(self, layer_of(layer, self.num_layers))
+
     @property
     def memory(self) -> tuple[int, int]:
         """Address of the pool, and its bytes."""
@@ -114,7 +124,8 @@ class KVPages:
 
     def __repr__(self) -> str:
         shape = f"{self.num_layers} layers x {self.num_pages} pages x {self.num_kv_heads} heads"
-        return f"KVPages({shape} x {self.page_size} tokens x {self.head_dim}, {self.dtype}, {self.nbytes} bytes)"
+        order = "" if self.layout.order == "tiles" else f", {self.layout.order}"
+        return f"KVPages({shape} x {self.page_size} tokens x {self.head_dim}, {self.dtype}{order}, {self.nbytes} bytes)"
 
 
 def layer_of(layer: Any, num_layers: int) -> int:
@@ -132,6 +143,12 @@ def _moves(layout: Layout, level: str) -> tuple[Any, Any]:
 
 
 def _move(pages: KVPages, layer: int, which: int, index: np.ndarray, n: int, k: View, v: View) -> None:
+    if pages.layout.order != "tiles":
+        if which == 0:
+            plain.store(pages, layer, index, k, v)
+        else:
+            plain.load(pages, layer, index, n, k, v)
+        return
     call = _moves(pages.layout, isa.detect().level)[which]
     call(
         pages.layer_address(layer),
@@ -259,14 +276,17 @@ def _once(name: str, ids: np.ndarray) -> None:
 
 
 def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: int | None = None) -> None:
-    """Copy whole pages between two pools of one layout (of all layers when `layer` is None).
+    """Copy whole pages between two pools (of all layers when `layer` is None), bit for bit.
+
+    Pools of one shape and dtype may lie in different orders; that goes through NumPy.
 
     Raises
     ------
     ValueError
-        If layouts, head or layer counts differ, or a page is out of range.
+        If shapes, dtypes, head or layer counts differ, or a page is out of range.
     """
-    if (src.layout, src.num_kv_heads, src.num_layers) != (dst.layout, dst.num_kv_heads, dst.num_layers):
+    shapes = [(replace(x.layout, order="tiles"), x.num_kv_heads, x.num_layers) for x in (src, dst)]
+    if shapes[0] != shapes[1]:
         raise ValueError(f"src and dst must have one layout: {src!r} against {dst!r}")
     a, b = integers("src_ids", src_ids, np.int64, 1), integers("dst_ids", dst_ids, np.int64, 1)
     if len(a) != len(b):
@@ -277,6 +297,10 @@ def copy_pages(src: KVPages, src_ids: Any, dst: KVPages, dst_ids: Any, layer: in
     if src is dst and (again := sorted(set(a.tolist()) & set(b.tolist()))):
         raise ValueError(f"page {again[0]} is both in src_ids and in dst_ids of one pool: copy in two calls")
     for number in range(src.num_layers) if layer is None else (layer_of(layer, src.num_layers),):
+        if src.layout != dst.layout:
+            dst.buffer[number][b] = plain.reorder(src.buffer[number][a], src.layout, dst.layout)
+            plain.refresh(dst, number, b)
+            continue
         source, target = src.layer_address(number), dst.layer_address(number)
         for s, d in zip(a.tolist(), b.tolist(), strict=True):
             ctypes.memmove(target + d * dst.page_bytes, source + s * src.page_bytes, src.page_bytes)

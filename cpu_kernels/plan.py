@@ -90,11 +90,17 @@ class DecodePlan:
         return getattr(self._impl, "level", None)
 
     @property
+    def on_pool(self) -> bool:
+        """Whether a `WorkerPool` takes this plan: native ones and kernels in numba."""
+        return hasattr(self._impl, "fill")
+
+    @property
     def native(self) -> Any:
         """The native implementation (for the pool)."""
-        if self.backend != "native":
+        if not self.on_pool:
             raise ValueError(
-                f"a WorkerPool runs native plans only; this plan has backend {self.backend!r}: use plan.run"
+                "a WorkerPool runs native plans and kernels in numba only; this plan has backend "
+                f"{self.backend!r}: use plan.run"
             )
         return self._impl
 

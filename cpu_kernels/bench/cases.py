@@ -26,6 +26,8 @@ class Case:
         Whether other libraries compute the same case in the same rounds.
     neighbour : bool
         Measure beside a busy process as well.
+    backend : str
+        A name of `cpu_kernels.backends`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     against: str = ""
     peers: bool = False
     neighbour: bool = False
+    backend: str = "native"
 
     def __post_init__(self) -> None:
         if not self.lens or min(self.lens) < 1:
@@ -62,7 +65,19 @@ DIVISION = (
     Case("256-of-100", 4, lens=(100,) * 256, against="group4"),
 )
 NEIGHBOUR = (Case("neighbour", 4, neighbour=True),)
-SETS = {"reference": REFERENCE, "shapes": SHAPES, "dtypes": DTYPES, "division": DIVISION, "neighbour": NEIGHBOUR}
+NUMBA = tuple(
+    Case(f"{name}-group{g}", g, against=f"group{g}", backend=name)
+    for name in ("numba", "numba_topk_approx")
+    for g in (1, 4)
+)
+SETS = {
+    "reference": REFERENCE,
+    "shapes": SHAPES,
+    "dtypes": DTYPES,
+    "division": DIVISION,
+    "neighbour": NEIGHBOUR,
+    "numba": NUMBA,
+}
 
 
 def ragged(trace: Path, count: int = 64) -> Case:

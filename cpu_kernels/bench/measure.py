@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import cpu_kernels as ck
+from cpu_kernels import backends, isa
 from cpu_kernels.bench.cases import Case
 from cpu_kernels.bench.peers import Peer
 from cpu_kernels.bench.readloop import DISTANCES, ReadLoop
@@ -32,7 +33,8 @@ class Prepared:
         rng = np.random.default_rng(seed)
         need = [-(-n // case.page) for n in case.lens]
         count = sum(need)
-        self.pages = ck.KVPages(count, case.heads, case.dim, case.page, case.dtype)
+        layout = backends.layout_of(case.backend)
+        self.pages = ck.KVPages(count, case.heads, case.dim, case.page, case.dtype, layout=layout)
         _fill(self.pages, rng)
         order, self.table = rng.permutation(count), np.zeros((len(need), max(need)), np.int32)
         for i, (start, n) in enumerate(zip(np.cumsum(need) - need, need, strict=True)):
@@ -40,7 +42,7 @@ class Prepared:
         shape = (len(case.lens), case.heads * case.group, case.dim)
         self.q = ck.to_bf16(rng.standard_normal(shape).astype(np.float32))
         self.out = np.empty(shape, np.float32)
-        self.plan = ck.plan_decode(self.pages, self.table, case.lens, shape[1])
+        self.plan = ck.plan_decode(self.pages, self.table, case.lens, shape[1], backend=case.backend)
 
     def relative_error(self) -> float:
         """Error of the shortest row against float64, as a ratio of norms."""
@@ -62,6 +64,19 @@ def _fill(pages: ck.KVPages, rng: np.random.Generator) -> None:
     for first in range(some, pages.num_pages, some):
         last = min(first + some, pages.num_pages)
         pages.buffer[0, first:last] = pages.buffer[0, : last - first]
+
+
+def timer_of(pool: ck.WorkerPool, plan: Any, q: Any, out: Any) -> Timer:
+    """`pool_timer`, or the calling thread's time for a back end with threads of its own."""
+    if plan.on_pool:
+        return pool_timer(pool, plan, q, out)
+
+    def run() -> int:
+        start = time.perf_counter_ns()
+        plan.run(q, out)
+        return time.perf_counter_ns() - start
+
+    return run
 
 
 def pool_timer(pool: ck.WorkerPool, plan: Any, q: Any, out: Any) -> Timer:
@@ -106,9 +121,9 @@ def measure(
         Folder of the peers' environments.
     """
     mine = Prepared(case)
-    level = mine.plan.isa or ""
+    level = isa.detect().level
     reads = {f"read{d}": ReadLoop(mine.pages, level, d, pool.num_workers) for d in DISTANCES}
-    timers = {"kernel": pool_timer(pool, mine.plan, mine.q, mine.out)}
+    timers = {"kernel": timer_of(pool, mine.plan, mine.q, mine.out)}
     timers |= {name: pool_timer(pool, loop, None, None) for name, loop in reads.items()}
     if against is not None:
         timers["against"] = pool_timer(pool, against.plan, against.q, against.out)
@@ -149,8 +164,9 @@ def _row(
     low, high = np.quantile(rate, [0.25, 0.75])
     return {
         "case": case.name,
-        "kernel": "native",
-        "isa": level,
+        "kernel": case.backend,
+        "approximate": backends.approximate(case.backend),
+        "isa": level if case.backend == "native" else "",
         "dtype": case.dtype,
         "group": case.group,
         "kv_heads": case.heads,

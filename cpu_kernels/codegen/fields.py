@@ -58,6 +58,7 @@ class Job(IntEnum):
     UNITS_PER_ITEM = 65
     ALIBI_ROW = 66  # bytes from one sequence's slopes to the next one's, 0: all share them
     SINKS_ROW = 67
+    LIMIT = 68  # for kernels that are not generated here
 
 
 JOB_WORDS = 72

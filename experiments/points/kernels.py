@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_kernels import WorkerPool
+from cpu_kernels import WorkerPool, backends
 from cpu_kernels.bench.cases import Case
 from cpu_kernels.bench.measure import measure
 from experiments.schema import App
@@ -19,6 +19,7 @@ class KernelSettings:
     """``settings`` of ``kernels``.
 
     total_tokens : keys of all sequences together, so that every point reads as many bytes
+    backend : native, numba, numba_topk_approx, torch, ...; what leaves keys out says so in the column ``approximate``
     tokens : keys of each sequence; threads : null: one per usable core; rounds : paired, alternating rounds
     """
 
@@ -31,6 +32,7 @@ class KernelSettings:
     total_tokens: int = 65536
     threads: int | None = None
     rounds: int = 30
+    backend: str = "native"
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.total_tokens < self.tokens:
@@ -42,7 +44,9 @@ def point(app: App, settings: KernelSettings) -> dict[str, Any]:
     """One row: bandwidth of K and V read, alone and as a share of what the read loop reaches in the same rounds."""
     s = settings
     lens = (s.tokens,) * (s.total_tokens // s.tokens)
-    case = Case(app.name, s.group, s.kv_heads, s.head_dim, s.page_size, s.dtype, lens)
+    case = Case(app.name, s.group, s.kv_heads, s.head_dim, s.page_size, s.dtype, lens, backend=s.backend)
+    if reason := backends.why_absent(s.backend):
+        raise InputError(reason)
     with WorkerPool(s.threads) as pool:
         row = measure(case, pool, s.rounds, None, None)
     samples = row.pop("samples_ns")
@@ -52,5 +56,6 @@ def point(app: App, settings: KernelSettings) -> dict[str, Any]:
         "profile": fingerprint(),
         **row,
         "group": f"group {s.group}",
+        "group_size": s.group,
         "samples_ns": " ".join(map(str, samples)),
     }

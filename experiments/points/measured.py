@@ -51,10 +51,11 @@ def checked_trace(llm: LLM) -> Trace:
 
 def _backend(name: str) -> str:
     """A name of the registry; any other is a module of the user's own, which is added to it."""
-    if name not in backends.REGISTRY:
-        if importlib.util.find_spec(name) is None:
+    module = name.partition(":")[0]  # a kernel in numba may have a number behind it
+    if module not in backends.REGISTRY:
+        if importlib.util.find_spec(module) is None:
             raise InputError(f"device.backend '{name}' is neither a module nor one of {', '.join(backends.REGISTRY)}")
-        backends.REGISTRY[name] = name
+        backends.REGISTRY[module] = module
     return name
 
 
@@ -92,6 +93,7 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     return {
         "kind": found.kind, "device": found.device, "profile": found.profile,
         "gpu_rows": gpu_rows, "cpu_rows": on_cpu, "requests": total, "num_layers": records.num_layers,
+        "attention_backend": app.device.backend, "attention_approximate": backends.approximate(app.device.backend),
         "tokens_per_s": found["output_tokens_per_s"],
         **{name: found[name] for name in KEPT},
     }  # fmt: skip

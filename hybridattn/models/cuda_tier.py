@@ -37,7 +37,20 @@ class CudaTier:
         A KV dtype that the kernels do not take beside these weights, bf16 on a card without it, too little memory.
     """
 
-    def __init__(self, model: LoadedModel, device: Any, config: EngineConfig, kv_dtype: str, sm_scale: float) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: Any,
+        config: EngineConfig,
+        kv_dtype: str,
+        sm_scale: float,
+        cpu_order: str = "tiles",
+    ) -> None:
+        if cpu_order != "tiles":
+            raise InputError(
+                f"backend: it reads CPU pages of layout {cpu_order!r}, and a card fills pages of layout 'tiles' only; "
+                "use device 'host', or backend 'native'"
+            )
         shape, self._dtype = model.config.shape, model.weights.dtype
         _check_dtypes(self._dtype, kv_dtype, model.weights.device)
         self._device, self._config, self._sm_scale = device, model.config, sm_scale

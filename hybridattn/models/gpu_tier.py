@@ -80,8 +80,10 @@ class GpuTier(Protocol):
         ...
 
 
-def open_tier(model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float) -> GpuTier:
-    """The tier that the device's kind asks for.
+def open_tier(
+    model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float, cpu_order: str = "tiles"
+) -> GpuTier:
+    """The tier that the device's kind asks for, with CPU pages in the layout ``cpu_order``.
 
     Raises
     ------
@@ -92,4 +94,4 @@ def open_tier(model: LoadedModel, device: Device, config: EngineConfig, kv_dtype
     if model.weights.device != wanted:
         raise InputError(f"weights are on {model.weights.device}, but device '{device.name}' needs them on {wanted}")
     module, _, cls = TIER_CLASSES[getattr(device, "tier", "host")].partition(":")
-    return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale)
+    return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale, cpu_order)

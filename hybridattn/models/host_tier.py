@@ -23,17 +23,26 @@ from hybridattn.models.sampling import SampleRow
 
 
 class HostTier:
-    """Pages of both tiers in the CPU's layout. ``staging`` holds one layer's K and V of ``max_model_len`` tokens,
-    ``[2, max_model_len, num_kv_heads, head_dim]``, for chunked prefills of CPU-tier requests."""
+    """Pages of both tiers in the CPU's layout, or those of the CPU tier in the one its back end reads.
+
+    ``staging`` holds one layer's K and V of ``max_model_len`` tokens, ``[2, max_model_len, num_kv_heads, head_dim]``,
+    for chunked prefills of CPU-tier requests.
+    """
 
     def __init__(
-        self, model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float
+        self,
+        model: LoadedModel,
+        device: Device,
+        config: EngineConfig,
+        kv_dtype: str,
+        sm_scale: float,
+        cpu_order: str = "tiles",
     ) -> None:
         shape, dtype = model.config.shape, model.weights.dtype
         self.decoder = Decoder(model.config, model.weights, config.max_model_len)
         self._config, self._page_size, self._sm_scale = model.config, config.page_size, sm_scale
         blocks = {GPU_TIER: config.gpu_kv_blocks, CPU_TIER: config.cpu_kv_blocks}
-        pages = open_pages(device, shape, kv_dtype, config.page_size, blocks)
+        pages = open_pages(device, shape, kv_dtype, config.page_size, blocks, cpu_order)
         self._pages, self.cpu_pages = pages[GPU_TIER], pages[CPU_TIER]
         self.exchange = Exchange(device, shape, config.max_num_seqs, dtype)
         self._staging = torch.zeros(2, config.max_model_len, shape.num_kv_heads, shape.head_dim, dtype=dtype)

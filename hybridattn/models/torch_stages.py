@@ -53,7 +53,7 @@ class TorchStages:
     kv_dtype : str
         Of the pages of both tiers.
     backend : str
-        CPU attention back end: ``native`` or ``torch``.
+        CPU attention back end, a name of `cpu_kernels.backends`: ``native``, ``numba``, ``torch``, ...
     """
 
     def __init__(
@@ -67,9 +67,12 @@ class TorchStages:
         self.model_config = model.config
         self.cost = ModelCost(shape, DTYPE_NAMES[model.weights.dtype], kv_dtype)
         self.sm_scale = shape.head_dim**-0.5
-        self.tier = open_tier(model, device, config, kv_dtype, self.sm_scale)
+        order = backends.layout_of(backend)
+        if order != "tiles" and kv_dtype not in ("fp32", "bf16"):
+            raise InputError(f"backend '{backend}' reads pages of fp32 and bf16, kv_dtype is {kv_dtype}")
+        self.tier = open_tier(model, device, config, kv_dtype, self.sm_scale, order)
         self.decoder, self.exchange = self.tier.decoder, self.tier.exchange
-        self._backend = backend
+        self._backend, self._on_pool = backend, backends.on_pool(backend)
         self._plans: dict[int, MicroBatchPlan] = {}
         self._rows: GpuRows | None = None
         self._attention_work = self.cost.decode_attention(0, 0)
@@ -206,7 +209,7 @@ class TorchStages:
         op = _micro_batch_op(
             "attention", CPU, self.cost.decode_attention_of(kv_tokens), micro_batch, lambda: plan.run(q, out, **new)
         )
-        if self._backend == "native":
+        if self._on_pool:
             op.native = lambda pool: pool.submit(plan, q, out, priority=priority, **new)
         op.priority = priority
         return op

@@ -101,13 +101,14 @@ def make_problem(
     spare_pages: int = 2,
     num_layers: int = 1,
     poison: bool = True,
+    layout: str = "tiles",
 ) -> Problem:
     """Fill a pool with random values; slots past each row's length, and unused pages, hold NaN (and NaN scales)."""
     rng = np.random.default_rng(seed)
     lens = np.asarray(lens, np.int32)
     width = max(1, -(-int(lens.max(initial=1)) // page))
     count = len(lens) * width + spare_pages
-    pages = ck.KVPages(count, heads, dim, page, dtype, num_layers, huge_pages=False)
+    pages = ck.KVPages(count, heads, dim, page, dtype, num_layers, huge_pages=False, layout=layout)
     k, v = (rng.standard_normal((count, heads, page, dim)).astype(np.float32) for _ in range(2))
     table = rng.permutation(count)[: len(lens) * width].reshape(len(lens), width).astype(np.int32)
     for layer in range(num_layers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from importlib.util import find_spec
 from typing import Any
 
@@ -75,7 +77,7 @@ def test_isa_has_no_meaning_for_torch(problem: Any) -> None:
 
 
 def test_registry_names_are_modules() -> None:
-    assert set(backends.REGISTRY) == {"native", "torch", "ipex"}
+    assert set(backends.REGISTRY) == {"native", "torch", "ipex", "numba", "numba_topk_approx"}
     assert all(find_spec(module) for module in backends.REGISTRY.values())
 
 
@@ -85,10 +87,42 @@ def test_ipex_follows_the_contract_where_it_can(problem: Any) -> None:
     if find_spec("intel_extension_for_pytorch") is None:
         pytest.skip("intel_extension_for_pytorch is not installed; `make ipex` makes its environment")
     for group, page in ((1, 32), (4, 16), (7, 32)):
-        p = problem([5, 97, 300], group=group, page=page, poison=False)
+        p = problem([5, 97, 300], group=group, page=page, poison=False, layout="plain")
         p.plan(backend="ipex").run(p.q, p.out)
         assert np.abs(p.out - p.want()[0]).max() < 3e-2
     with pytest.raises(ValueError, match="backend 'ipex' cannot do window_left, sinks"):
-        problem([5]).plan(backend="ipex", window_left=3, sinks=np.zeros(4))
+        problem([5], layout="plain").plan(backend="ipex", window_left=3, sinks=np.zeros(4))
     with pytest.raises(ValueError, match="backend 'ipex' gives no lse"):
-        problem([5]).run(backend="ipex")
+        problem([5], layout="plain").run(backend="ipex")
+
+
+def test_ipex_reads_plain_pages_where_they_lie(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator is played by plain torch here: what is shown is what it is given. `make ipex` runs the real one."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if find_spec("intel_extension_for_pytorch") is not None:
+        pytest.skip("the real one is installed here; the test above runs it")
+    seen = []
+
+    def operator(out, q, k, v, head_map, scale, table, lens, size, longest, *rest):  # type: ignore[no-untyped-def]
+        seen.append((k.data_ptr(), v.data_ptr()))
+        assert longest == int(lens.max()) and k.shape[2] == size and rest == (None, -1, 1.0, 1.0, -1.0)
+        for i, n in enumerate(lens.tolist()):
+            if n:
+                rows = [x[table[i, : -(-n // size)].long()].float().transpose(1, 2).flatten(0, 1)[:n] for x in (k, v)]
+                keys, values = (x[:, head_map.long()] for x in rows)
+                weights = torch.einsum("hd,nhd->hn", q[i].float(), keys).mul(scale).softmax(-1)
+                out[i] = torch.einsum("hn,nhd->hd", weights, values).to(out.dtype)
+
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", types.ModuleType("intel_extension_for_pytorch"))
+    monkeypatch.setattr(backends, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch, "ops", types.SimpleNamespace(
+        torch_ipex=types.SimpleNamespace(single_query_cached_kv_attention=operator)
+    ))  # fmt: skip
+    p = problem([5, 0, 97], poison=False, layout="plain")
+    new = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
+    p.plan(backend="ipex").run(p.q, p.out, k_new=new, v_new=new)
+    k, v = ck.unpack(p.pages, 0, np.arange(p.pages.num_pages))
+    assert np.abs(p.out - ck.reference.decode_reference(p.q, k, v, p.table, p.lens)[0]).max() < 3e-2
+    assert seen == [tuple(x.ctypes.data for x in p.pages.plain(0))]  # the pages themselves, nothing unpacked
+    with pytest.raises(ValueError, match="backend 'ipex' cannot do pages of layout 'tiles'"):
+        problem([5]).plan(backend="ipex")

@@ -261,7 +261,7 @@ def test_refused_submit_costs_no_descriptor(problem: Any, one: Any) -> None:
 def test_other_back_ends_are_refused(problem: Any, one: Any) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     p = problem([1])
-    with pytest.raises(ValueError, match="runs native plans only; this plan has backend 'torch'"):
+    with pytest.raises(ValueError, match="runs native plans and kernels in numba only; this plan has backend 'torch'"):
         one.submit(p.plan(backend="torch"), p.q, p.out)
 
 

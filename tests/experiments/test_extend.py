@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu_kernels import KVPages, append_kv, backends, plan_decode, reference
+from cpu_kernels import KVPages, WorkerPool, append_kv, backends, from_bf16, plan_decode, reference, to_bf16
 from experiments.run import main
 
 DOC = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -22,14 +22,15 @@ def mine(tmp_path, monkeypatch):
     text = DOC.read_text()
     blocks = re.findall(r"as\s+`mine/([\w/.]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [
-        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "plain.py"
+        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "plain.py",
+        "streaming.py",
     ]  # fmt: skip
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("patient", "bursts", "my_points", "plain"):
+    for name in ("patient", "bursts", "my_points", "plain", "streaming"):
         sys.modules.pop(name, None)
 
 
@@ -96,6 +97,29 @@ def test_the_outside_back_end_agrees_with_the_oracle(mine, monkeypatch):
         np.testing.assert_allclose(out[row], want, atol=2e-6)
         np.testing.assert_allclose(lse[row], want_lse, atol=2e-6)
     assert np.all(out[2] == 0) and np.all(np.isneginf(lse[2]))
+
+
+def test_an_outside_kernel_in_numba_runs_on_the_workers_and_in_the_engine(mine, monkeypatch):
+    pytest.importorskip("numba", reason="numba is not installed")
+    monkeypatch.setitem(backends.REGISTRY, "streaming", "streaming")
+    rng, heads, dim, length = np.random.default_rng(0), 4, 32, 100
+    pages = KVPages(7, 2, dim, page_size=16, dtype="bf16", layout=backends.layout_of("streaming"))
+    k, v = (from_bf16(to_bf16(rng.standard_normal((length, 2, dim)).astype(np.float32))) for _ in range(2))
+    append_kv(pages, 0, k, v, np.arange(length))
+    q, kept = rng.standard_normal((1, heads, dim)).astype(np.float32), np.r_[:16, 64:length]
+    with WorkerPool(1) as pool:
+        for name, keys in (("streaming:30", kept), ("streaming", np.arange(length))):
+            out, lse = np.zeros_like(q), np.zeros((1, heads), np.float32)
+            plan = plan_decode(pages, [np.arange(7)], [length], heads, backend=name)
+            pool.submit(plan, q, out, lse).wait(60)
+            want, want_lse = reference.attend(q[0], k[keys], v[keys], len(keys) - 1)
+            np.testing.assert_allclose(out[0], want, atol=3e-6)
+            np.testing.assert_allclose(lse[0], want_lse, atol=3e-6)
+    assert backends.approximate("streaming")
+    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=patient", "device.backend=streaming"]
+    assert run(mine, "+experiment=ratio_host", *small) == 0
+    [row] = rows(mine, "ratio_host")
+    assert (row["kind"], row["cpu_rows"], row["completed"], row["attention_approximate"]) == ("measured", 2, 4, True)
 
 
 def test_a_back_end_that_is_nowhere_is_refused(mine, capsys):
