@@ -10,8 +10,8 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from experiments.machines import kv_tokens
 from experiments.schema import App, Target
-from experiments.sim.machines import kv_tokens
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.op import GPU
 from hybridattn.cost.catalog import shape

@@ -68,10 +68,10 @@ class Tracker:
 
 @dataclass
 class Paths:
-    """results : root of the result folders; data : public traces, where an experiment reads one."""
+    """results : root of the result folders; data : folder of public traces, which are not shipped."""
 
     results: str = "results"
-    data: str = "../shared/data"
+    data: str = "data"
 
 
 @dataclass

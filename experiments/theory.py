@@ -9,7 +9,7 @@ import numpy as np
 from hybridattn.analysis.figure import Line
 from hybridattn.analysis.series import Panel, Question
 from hybridattn.core.errors import InputError
-from hybridattn.cost.crossover import ap_gain, capacity_gain_bound, overlap_gain
+from hybridattn.cost.crossover import ap_gain, capacity_gain_bound, eq6_threshold, overlap_gain
 
 
 def theory_lines(name: str, panel: Panel, question: Question) -> list[Line]:
@@ -28,7 +28,7 @@ def _grid(panel: Panel, question: Question) -> np.ndarray:
 
 
 def _one_layer_overlap(panel: Panel, question: Question) -> list[Line]:
-    """Section 3: one layer per step, CPU not saturated."""
+    """Section 4: one layer per step, CPU not saturated."""
     with_rows = [r for r in panel.rows if r.get("stretch") is not None]
     if len({(r["stretch"], r["num_layers"]) for r in with_rows}) != 1:
         return []  # nothing to draw, or several settings in one panel, for which no single line holds
@@ -39,10 +39,16 @@ def _one_layer_overlap(panel: Panel, question: Question) -> list[Line]:
 
 
 def _eq6(panel: Panel, question: Question) -> list[Line]:
-    """Section 2: asymmetric pipelining, the CPU always busy; over N_C / N_G."""
+    """Section 3: asymmetric pipelining, the CPU always busy; over N_C / N_G."""
     x = float(panel.rows[0]["attention_over_linear"])
     shares = _grid(panel, question)
     return [Line("theory: asymmetric pipelining", tuple(shares), tuple(ap_gain(x, 1 / s) for s in shares))]
+
+
+def _eq6_threshold(panel: Panel, question: Question) -> list[Line]:
+    """Section 3: the ratio of rates below which asymmetric pipelining pays, over T_a / T_l."""
+    xs = _grid(panel, question)
+    return [Line("theory: eq. 6", tuple(xs), tuple(eq6_threshold(x) for x in xs))]
 
 
 def _capacity(panel: Panel, question: Question) -> list[Line]:
@@ -67,6 +73,7 @@ def _control_path(panel: Panel, question: Question) -> list[Line]:
 LINES: dict[str, Callable[[Panel, Question], list[Line]]] = {
     "one_layer_overlap": _one_layer_overlap,
     "eq6": _eq6,
+    "eq6_threshold": _eq6_threshold,
     "capacity": _capacity,
     "control_path": _control_path,
 }

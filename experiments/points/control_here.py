@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from experiments.control import ControlPath, Cores
+from experiments.machines import TIMEOUT_NS
 from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.sim.machines import TIMEOUT_NS
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.request import DeclaredTokens

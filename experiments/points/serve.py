@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, with_exposed, workload_of
+from experiments.machines import TIMEOUT_NS
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.sim.machines import TIMEOUT_NS
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord, RunRecords

@@ -119,6 +119,6 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
     return [
         *lines,
-        f"{len(errors)} settings: mean error {statistics.fmean(errors):.1%} (asked 10 %), worst {max(errors):.1%} "
-        f"(asked 20 %, or twice the spread); {beyond} beyond both",
+        f"{len(errors)} settings: mean error {statistics.fmean(errors):.1%} (goal: 10 %), worst {max(errors):.1%} "
+        f"(goal: 20 %, or twice the spread); {beyond} beyond both",
     ]

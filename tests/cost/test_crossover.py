@@ -1,6 +1,5 @@
 """The closed forms against the published numbers, against each other, and against a count of steps."""
 
-import csv
 import inspect
 import math
 import re
@@ -10,19 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.published import published_rows
 from hybridattn.core.errors import InputError
 from hybridattn.cost import crossover
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
 ratios = st.floats(0.01, 100)
 
 
-def test_eq6_thresholds_of_the_data_file():
-    path = DATA / "eq6_thresholds.csv"
-    if not path.exists():
-        pytest.skip("../shared/data/eq6_thresholds.csv is absent")
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+def test_eq6_thresholds_as_published():
+    rows = published_rows("eq6_thresholds")
     assert len(rows) == 8
     for row in rows:
         expected = float(row["max_gpu_over_cpu_rate"])

@@ -47,7 +47,11 @@ SHRUNK = {
     ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
-ELSEWHERE = {"demo": "test_demo.py", "validate": "test_validate.py"}
+SIMULATED = (
+    "eq6", "eight_to_one", "pays_from", "capacity_bound", "offload", "apex", "grid", "neo_fig6c", "neo_fig10a",
+    "neo_fig10a_scan", "speed", "flat", "azure",
+)  # fmt: skip
+ELSEWHERE = {"demo": "test_demo.py", "validate": "test_validate.py"} | dict.fromkeys(SIMULATED, "test_sim_scripts.py")
 
 
 def names(group):

@@ -6,18 +6,19 @@ import dataclasses
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from experiments.sim import capacity, ratio
-from experiments.sim.eq6 import ideal_threshold
-from experiments.sim.ideal import costs_of, ideal, ideal_shape, open_sim
-from experiments.sim.machines import Setting
-from experiments.sim.neo_fig6c import lengths, sustained
-from experiments.sim.neo_fig10a import KERNEL_TOKENS, RAM_GB, box, curves, fit, hosts, verdicts
-from experiments.sim.offload import gain as offload_gain
+from experiments.ideal import costs_of, ideal, ideal_shape
+from experiments.machines import Setting, open_sim, pricing_at
+from experiments.points import capacity_bound, eight_to_one, neo_fig10a
+from experiments.points.eq6 import ideal_threshold
+from experiments.points.neo_fig6c import lengths, sustained
+from experiments.points.neo_fig10a import KERNEL_TOKENS, RAM_GB, box, errors, figure, fit, hosts
+from experiments.points.offload import OffloadSettings
+from experiments.points.offload import gain as offload_gain
+from experiments.schema import App
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
@@ -32,8 +33,8 @@ from hybridattn.policies.layouts import fixed_layouts, policy_of
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.registry import make_policy
 
-A10 = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
-A10 = dataclasses.replace(A10, model=dataclasses.replace(A10.model, num_layers=8))  # as wide, less to simulate
+A10_8B = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
+A10 = dataclasses.replace(A10_8B, model=dataclasses.replace(A10_8B.model, num_layers=8))  # as wide, less to simulate
 
 
 @pytest.mark.parametrize("x", [0.5, 1.0, 2.0])
@@ -43,10 +44,10 @@ def test_eq6_on_the_ideal_machine(x):
 
 def test_a_quarter_of_the_layer_exposed_gives_eight_to_one():
     shape = ideal_shape()
-    costs = ratio.exposed(costs_of(shape, ideal(shape, 800_000.0, 200_000 / 32_000, 0.01)), 250_000, 32)
-    gain, d, a = ratio.overlap(costs, 32, 4 * 33, 1000)
+    costs = eight_to_one.exposed(costs_of(shape, ideal(shape, 800_000.0, 200_000 / 32_000, 0.01)), 250_000, 32)
+    gain, d, a = eight_to_one.overlap(costs, 32, 4 * 33, 1000)
     assert d == pytest.approx(0.25, abs=0.01) and a == pytest.approx(32 / 33, rel=0.01)
-    seen = ratio.crossover(costs, 32, 1000)
+    seen = eight_to_one.crossover(costs, 32, 1000)
     assert seen == pytest.approx(overlap_crossover(d, 32), rel=0.1) and 7.5 < seen < 9
     assert gain < 1
 
@@ -55,7 +56,7 @@ def test_a_quarter_of_the_layer_exposed_gives_eight_to_one():
 def test_ample_memory_gains_no_more_than_the_bound(x, r):
     shape = ideal_shape(8)
     key_ns = x * 1e6 / (200 * 1000)
-    gain, moved = capacity.best_gain(costs_of(shape, ideal(shape, 1e6, key_ns, key_ns * r)), 200, 1000)
+    gain, moved = capacity_bound.best_gain(costs_of(shape, ideal(shape, 1e6, key_ns, key_ns * r)), 200, 1000)
     bound = capacity_gain_bound(x, r)
     assert 1 + 0.5 * (bound - 1) < gain <= bound * 1.0001 and moved > 0
 
@@ -71,7 +72,8 @@ def test_no_layout_exceeds_the_upper_bound():
 
 
 def test_full_offload_to_a_weak_cpu_loses():
-    assert offload_gain(15.0, 400)["gain"] < 0.6
+    weak = dataclasses.replace(A10_8B, pricing=pricing_at("a10g", "epyc-7r32-16c", "pcie4-x16", 15.0))
+    assert offload_gain(weak.costs, OffloadSettings(15.0, output=400))["gain"] < 0.6
 
 
 # -- adaptive and auto -----------------------------------------------------------------------------------------------
@@ -148,26 +150,29 @@ def test_only_the_largest_box_of_the_output_length_figure_is_simulated_with_two_
     def rate(at, policy, output, count, cpu_gb_s, **options):  # as if outputs did not matter
         return 1.0 if policy == "gpu_only" else 1 + cpu_gb_s / 100 * at.cpu_tokens / 491_520
 
-    monkeypatch.setattr("experiments.sim.neo_fig10a.rate", rate)
-    with ThreadPoolExecutor(1) as pool:
-        rows = curves(dict.fromkeys(RAM_GB, gains), 10, pool)
-    assert len(rows) == 10
-    by_ram, by_kernel = hosts(rows).values()
-    assert [r["box"] for r in by_ram] == [r["box"] for r in by_kernel] == [b for b in RAM_GB for _ in gains]
-    assert [r["host_tokens"] for r in by_ram[6:]] == [983_040] * 2
-    assert [r["host_tokens"] for r in by_kernel[6:]] == [box("g5.16xlarge", KERNEL_TOKENS).cpu_tokens] * 2
+    monkeypatch.setattr(neo_fig10a, "rate", rate)
+    monkeypatch.setattr(neo_fig10a, "published", lambda: dict.fromkeys(RAM_GB, gains))
+    neo_fig10a.baseline.cache_clear()
+    names = [*RAM_GB, f"g5.16xlarge/{KERNEL_TOKENS}"]
+    points = figure([neo_fig10a.point(App(), neo_fig10a.Fig10aSettings(name, requests=10)) for name in names])
+    neo_fig10a.baseline.cache_clear()
+    assert len(points) == 10
+    by_ram, by_kernel = hosts(points).values()
+    assert [p["box"] for p in by_ram] == [p["box"] for p in by_kernel] == [b for b in RAM_GB for _ in gains]
+    assert [p["host_tokens"] for p in by_ram[6:]] == [983_040] * 2
+    assert [p["host_tokens"] for p in by_kernel[6:]] == [box(names[-1]).cpu_tokens] * 2 == [KERNEL_TOKENS] * 2
     assert by_ram[:6] == by_kernel[:6]
-    for fitted, predicted in zip(rows[::2], rows[1::2], strict=True):  # at the bandwidth that was fitted
+    for fitted, predicted in zip(points[::2], points[1::2], strict=True):  # at the bandwidth that was fitted
         assert (fitted["use"], predicted["use"]) == ("fitted", "predicted")
         assert predicted["simulated"] == pytest.approx(fitted["simulated"])
-    assert "over 4 held-out points" in verdicts(by_ram)[0]
+    assert "over 4 held-out points" in errors(by_ram)[0]
 
 
 def test_the_lengths_of_the_load_figure_come_from_a_trace_or_have_its_means_and_spreads(tmp_path):
     trace = tmp_path / "osc.json"
     pairs = [(269, 42), (270, 52), (1, 1)]
     trace.write_text(json.dumps([{"prompt": p, "max_tokens": m} for p, m in pairs]))
-    assert [(i.prompt_tokens, i.output_tokens) for i in lengths(2, trace).items] == pairs[:2]
+    assert [(i.prompt_tokens, i.output_tokens) for i in lengths(2, str(trace)).items] == pairs[:2]
     drawn = np.array([(i.prompt_tokens, i.output_tokens) for i in lengths(2000, None).items])
     assert drawn.mean(0) == pytest.approx([372.5, 45.3], rel=0.02)
     assert drawn.std(0) == pytest.approx([103.7, 8.9], rel=0.05)
@@ -187,7 +192,7 @@ def test_the_simulator_runs_where_torch_cannot_be_imported():
     code = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'numba', 'triton'): sys.modules[name] = None\n"
-        "from experiments.sim.eq6 import ideal_threshold\n"
+        "from experiments.points.eq6 import ideal_threshold\n"
         "assert 4.5 < ideal_threshold(1.0, 16, 60) < 6.5\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)

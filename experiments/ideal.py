@@ -13,7 +13,6 @@ from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.pricing import Constant, PriceModel, Pricing
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.devices.sim import SimDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,3 @@ def ideal(shape: ModelShape, linear_ns: float, gpu_key_ns: float, cpu_key_ns: fl
 
 def costs_of(shape: ModelShape, pricing: Pricing, dtype: str = "fp16") -> Costs:
     return Costs(ModelCost(shape, dtype), pricing)
-
-
-def open_sim(pricing: Pricing) -> SimDevice:
-    """A simulated device that keeps no spans."""
-    return SimDevice(pricing, record=False)

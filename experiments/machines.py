@@ -1,0 +1,128 @@
+"""Simulated machines by name: a model on a machine, with an engine on it, or with a CPU of another speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.errors import InputError
+from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import SUSTAINED_DRAM, machine
+from hybridattn.cost.planning import CPU_FRACTION, GPU_FRACTION
+from hybridattn.cost.priced_stages import PricedStages
+from hybridattn.cost.pricing import Pricing
+from hybridattn.cost.profile import Quantity, load_profile
+from hybridattn.cost.roofline import Efficiency
+from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.policies.base import Policy
+
+HARDWARE = Path(__file__).parents[1] / "configs" / "hardware"
+TIMEOUT_NS = 10**13  # virtual time is free: nothing simulated here is a stall
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on a machine. ``pricing`` may be set apart from what the profiles say (a fitted or misjudged part)."""
+
+    model: ModelShape
+    dtype: str
+    pricing: Pricing
+
+    @staticmethod
+    def of(gpu: str, cpu: str, link: str, model: str, dtype: str = "fp16") -> Setting:
+        return Setting(shape(model), dtype, machine(gpu, cpu, link))
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(ModelCost(self.model, self.dtype), self.pricing)
+
+    def engine(self, policy: Policy, config: EngineConfig) -> Engine:
+        """An engine on a simulated device that keeps no spans."""
+        return Engine(PricedStages(self.model, self.dtype), open_sim(self.pricing), policy, config)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A machine, a model and the tokens that each request attends to, written ``t4/llama2-7b/400``.
+
+    The machine is the name of a file under ``configs/hardware``. ``more`` is a number that some experiments write
+    behind it (``t4/llama2-7b/400/25``); they say what it means.
+    """
+
+    hardware: str
+    model: str
+    context: int
+    more: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Place:
+        parts = text.split("/")
+        try:
+            more = float(parts[3]) if len(parts) > 3 else None
+            return Place(parts[0], parts[1], int(parts[2]), more)
+        except (IndexError, ValueError) as error:
+            raise InputError(f"settings.place must read hardware/model/context, got '{text}'") from error
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Profile names of GPU, CPU and link."""
+        path = HARDWARE / f"{self.hardware}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in HARDWARE.glob("*.yaml")))
+            raise InputError(f"settings.place names the hardware '{self.hardware}'; known are {known}")
+        found = OmegaConf.load(path)
+        return found.gpu, found.cpu, found.link
+
+    def setting(self, cpu_gb_s: float | None = None) -> Setting:
+        """The model on the machine, whose CPU reads K,V at ``cpu_gb_s`` in attention; None: as its profile says."""
+        pricing = machine(*self.parts) if cpu_gb_s is None else pricing_at(*self.parts, cpu_gb_s)
+        return Setting(shape(self.model), "fp16", pricing)
+
+    def gpu_rows(self, kv_share: float, most: int) -> int:
+        """Requests that a share of the GPU's K,V memory holds: at least 2, at most ``most``."""
+        gpu, cpu, _ = self.parts
+        return max(2, min(most, int(kv_tokens(gpu, cpu, self.model)[0] * kv_share) // self.context))
+
+    def __str__(self) -> str:
+        return f"{self.hardware} {self.model} ctx {self.context}"
+
+
+def open_sim(pricing: Pricing) -> SimDevice:
+    """A simulated device that keeps no spans."""
+    return SimDevice(pricing, record=False)
+
+
+def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float, cpu_launch_ns: int | None = None) -> Pricing:
+    """The machine with CPU attention at ``cpu_gb_s`` (10^9 bytes of K,V a second).
+
+    ``cpu_launch_ns`` is what comes before each CPU attention; default the profile's.
+    """
+    part = load_profile(cpu, "cpu")
+    quantities = dict(part.quantities)
+    if cpu_launch_ns is not None:
+        quantities["launch"] = Quantity(float(cpu_launch_ns), "ns", "assumed", "set by the experiment")
+    if cpu_gb_s * 1e9 > SUSTAINED_DRAM * part.value("bandwidth"):  # a faster host than this one
+        more = Quantity(cpu_gb_s * 1e9 / SUSTAINED_DRAM, "B/s", "assumed", "set by the experiment")
+        quantities["bandwidth"] = more
+    memory = cpu_gb_s * 1e9 / quantities["bandwidth"].value
+    efficiency = dict(part.efficiency)
+    old, _ = efficiency["decode_attention"]
+    efficiency["decode_attention"] = Efficiency(old.compute, memory), f"{cpu_gb_s:g} GB/s, set by the experiment"
+    name = f"{part.name} at {cpu_gb_s:g} GB/s" + ("" if cpu_launch_ns is None else f", launch {cpu_launch_ns} ns")
+    return machine(gpu, replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name), link)
+
+
+def kv_tokens(gpu: str, cpu: str, model: str, dtype: str = "fp16") -> tuple[int, int]:
+    """Tokens of K,V that fit beside the weights on the GPU, and on the host, with the fractions that plans use."""
+    cost = ModelCost(shape(model), dtype)
+    per_token = cost.kv_token_layer_bytes * cost.shape.num_layers
+    on_gpu = int(GPU_FRACTION * load_profile(gpu).value("memory")) - cost.weight_bytes
+    on_cpu = int(CPU_FRACTION * load_profile(cpu).value("memory"))
+    return max(0, on_gpu // per_token), on_cpu // per_token

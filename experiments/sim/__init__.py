@@ -1,1 +1,0 @@
-"""Simulated experiments: published results, policies against each other, trace replay."""

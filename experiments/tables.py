@@ -1,0 +1,27 @@
+"""Tables that verdicts print: rows of a sweep as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def in_order(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` in the order of the sweep; a parallel launcher leaves them in the order in which they ended."""
+    return sorted((dict(row) for row in rows), key=lambda row: row.get("point", 0))
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Lines of a Markdown table. ``columns`` maps a title to a format of the row, as in ``{gain:.2f}``."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return [*lines, *("| " + " | ".join(text.format(**row) for text in columns.values()) + " |" for row in rows)]
+
+
+def simulated(profile: str) -> dict[str, str]:
+    """The columns that say where a simulated row comes from."""
+    return {"kind": "simulated", "device": "sim", "profile": profile}
+
+
+def share(some: Sequence[Any], of: Sequence[Any]) -> str:
+    """``3 of 8 (38%)``."""
+    return f"{len(some)} of {len(of)} ({len(some) / max(1, len(of)):.0%})"
