@@ -8,9 +8,9 @@ from cpu_kernels.arrays import from_bf16, to_bf16
 from cpu_kernels.job import Job, JobCancelled, PoolClosed, WorkerError
 from cpu_kernels.merge import merge_state, merge_states
 from cpu_kernels.pages import KVPages, append_kv, copy_pages, gather_kv, pack, unpack
-from cpu_kernels.plan import DecodePlan, plan_decode
+from cpu_kernels.plan import DecodePlan, paged_decode_attention, plan_decode
 from cpu_kernels.pool import WorkerPool
-from cpu_kernels.prefill import prefill
+from cpu_kernels.prefill import prefill_attention
 
 __all__ = [
     "DecodePlan",
@@ -28,8 +28,9 @@ __all__ = [
     "merge_state",
     "merge_states",
     "pack",
+    "paged_decode_attention",
     "plan_decode",
-    "prefill",
+    "prefill_attention",
     "reference",
     "to_bf16",
     "topology",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpu_kernels import backends
-from cpu_kernels.arrays import floats, integers, number, whole
+from cpu_kernels.arrays import View, floats, integers, number, whole
 from cpu_kernels.pages import KVPages, shared_slot
 from cpu_kernels.reach import Reach, flags, reach_of
 
@@ -118,14 +118,14 @@ class DecodePlan:
     def run(
         self,
         q: Any,
-        out: Any,
+        out: Any = None,
         lse: Any = None,
         *,
         layer: int = 0,
         k_new: Any = None,
         v_new: Any = None,
         workspace: Any = None,
-    ) -> None:
+    ) -> tuple[Any, Any]:
         """Attend with one query per row, in the calling thread.
 
         Parameters
@@ -133,7 +133,7 @@ class DecodePlan:
         q : array ``[n, num_q_heads, head_dim]``
             fp32, bf16 or fp16 (NumPy or torch; NumPy uint16 is bf16).
         out : array ``[n, num_q_heads, head_dim]``
-            Written; fp32, bf16 or fp16. Any strides with a contiguous last axis.
+            Written; fp32, bf16 or fp16. Any strides with a contiguous last axis. Without it, both results are made.
         lse : float32 ``[n, num_q_heads]``, optional
             Written: natural log of the sum of exponentials (sinks included); -inf for a row without keys.
         layer : int
@@ -143,12 +143,56 @@ class DecodePlan:
         workspace : optional
             From `workspace()`; by default one is kept by the plan.
 
+        Returns
+        -------
+        out, lse
+            As given (`lse` may be None then), or made.
+
         Raises
         ------
         ValueError, TypeError
             For a wrong shape, dtype, stride or layer.
         """
+        if out is None:
+            out, lse = results_like(q, out, lse)
         self._impl.run(q, out, lse, layer, k_new, v_new, workspace)
+        return out, lse
+
+
+def results_like(q: Any, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Results of a run, made where they are absent: `out` as `q`, `lse` float32 of its rows and heads."""
+    if isinstance(q, np.ndarray):
+        return (
+            np.empty(q.shape, q.dtype) if out is None else out,
+            np.empty(q.shape[:2], np.float32) if lse is None else lse,
+        )
+    shape = View("q", q).shape
+    made = q.detach().new_empty(shape) if out is None else out
+    return made, q.detach().float().new_empty(shape[:2]) if lse is None else lse
+
+
+def paged_decode_attention(
+    q: Any,
+    pages: KVPages,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    layer: int = 0,
+    out: Any = None,
+    lse: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """`plan_decode` and `DecodePlan.run` in one call, for a caller with one layer. Returns ``out, lse``.
+
+    `options` are those of `plan_decode`.
+    """
+    view = View("q", q)
+    if len(view.shape) != 3:
+        raise ValueError(f"q has shape {list(view.shape)}, expected [n, num_q_heads, head_dim]")
+    plan = plan_decode(pages, block_table, seq_lens, view.shape[1], **options)
+    return plan.run(q, *results_like(q, out, lse), layer=layer, k_new=k_new, v_new=v_new)
 
 
 def plan_decode(

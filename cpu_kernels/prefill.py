@@ -15,23 +15,23 @@ import numpy as np
 from cpu_kernels.arrays import View, floats, integers
 from cpu_kernels.backends import why_absent
 from cpu_kernels.pages import KVPages
-from cpu_kernels.plan import check_table, lengths, plan_decode
+from cpu_kernels.plan import check_table, lengths, plan_decode, results_like
 from cpu_kernels.pool import WorkerPool
 from cpu_kernels.reach import flags, reach_at, relative_query, sides
 
 _PER_SEQUENCE = ("alibi_slopes", "sinks")
 
 
-def prefill(
-    pages: KVPages,
+def prefill_attention(
     q: Any,
-    out: Any,
+    pages: KVPages,
     block_table: Any,
+    query_start_loc: Any,
     seq_lens: Any,
-    query_lens: Any = None,
     *,
-    query_start_loc: Any = None,
+    query_lens: Any = None,
     layer: int = 0,
+    out: Any = None,
     lse: Any = None,
     causal: Any = True,
     window_left: Any = -1,
@@ -44,23 +44,26 @@ def prefill(
     pool: WorkerPool | None = None,
     timeout_s: float = 600.0,
     **options: Any,
-) -> None:
+) -> tuple[Any, Any]:
     """Attend with consecutive tokens of each sequence, by default its last ones; their K/V are in the pages already.
 
     Parameters
     ----------
-    pages : KVPages
-    q, out : array ``[num_tokens, num_q_heads, head_dim]``
+    q : array ``[num_tokens, num_q_heads, head_dim]``
         Tokens of all sequences one after the other; fp32, bf16 or fp16.
+    pages : KVPages
     block_table : int ``[n, max_blocks]``
+    query_start_loc : int ``[n + 1]``
+        Sequence i's tokens are the rows ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Those that come before
+        its first key give 0 and -inf, as in decode.
     seq_lens : int ``[n]``
         Keys of each sequence, its query tokens included.
     query_lens : int ``[n]``
-        Query tokens of each sequence. Those that come before the first key give 0 and -inf, as in decode.
-    query_start_loc : int ``[n + 1]``
-        In the place of `query_lens`: sequence i's tokens are the rows ``query_start_loc[i]`` to ``[i + 1]``.
+        In the place of `query_start_loc` (then None): query tokens of each sequence.
     layer : int
+    out : array like `q`, optional
     lse : float32 ``[num_tokens, num_q_heads]``, optional
+        Where to write; made when absent.
     causal, window_left, window_right, with_sinks
         As of `plan_decode`: one value, or one per sequence.
     key_start : int ``[n]``, optional
@@ -77,6 +80,10 @@ def prefill(
         Bound of the wait for the pool.
     **options
         `sm_scale`, `logits_soft_cap`, `alibi_slopes`, `sinks`, `isa`, `split_tokens`, as of `plan_decode`.
+
+    Returns
+    -------
+    out, lse
 
     Raises
     ------
@@ -112,12 +119,14 @@ def prefill(
         key_start=np.maximum(-first, 0)[row], query_pos=np.maximum(first, 0)[row] + step, with_sinks=counted[row],
         backend="native" if backend == "torch" else backend, **options,
     )  # fmt: skip
+    out, lse = results_like(q, out, lse)
     if backend == "torch":
         importlib.import_module("cpu_kernels.torch_backend").prefill(plan.inputs, q, out, lse, layer, queries)
     elif pool is None:
         plan.run(q, out, lse, layer=layer)
     else:
         pool.submit(plan, q, out, lse, layer=layer).wait(timeout_s)
+    return out, lse
 
 
 def query_lengths(query_lens: Any, query_start_loc: Any) -> np.ndarray:

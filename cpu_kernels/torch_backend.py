@@ -14,7 +14,6 @@ import torch
 from cpu_kernels import handed
 from cpu_kernels.pages import KVPages, append_kv, gather_kv
 from cpu_kernels.plan import DecodeInputs
-from cpu_kernels.reach import Reach
 
 QUERY_BLOCK = 128  # queries of a prefill that are scored at once: bounds the memory of the scores
 
@@ -106,10 +105,10 @@ def make(inputs: DecodeInputs, isa: str | None) -> TorchDecode:
 
 
 def prefill(inputs: DecodeInputs, q: Any, out: Any, lse: Any, layer: int, counts: np.ndarray) -> None:
-    """Attention of several queries a sequence by scaled-dot-product attention over gathered pages.
+    """Attention of several queries a sequence: matrix products over gathered pages, a block of queries at a time.
 
-    What that cannot do (LSE, cap, ALiBi, sinks, keys that are not finite: a masked one would still be multiplied by a
-    weight of 0) is computed query by query as in decode.
+    Where a key or value is not finite, a masked one would be multiplied by a weight of 0 and still be NaN: then the
+    queries are computed one by one over exactly their keys.
 
     Parameters
     ----------
@@ -121,45 +120,52 @@ def prefill(inputs: DecodeInputs, q: Any, out: Any, lse: Any, layer: int, counts
     handed.take(inputs, q, out, lse, None, None)
     queries, results, rows = as_torch(q), as_torch(out), TorchDecode(inputs)
     sums = None if lse is None else as_torch(lse)
-    plain = sums is None and not inputs.logits_soft_cap and inputs.alibi_slopes is None and inputs.sinks is None
     start = 0
     for count in counts.tolist():
         for at in range(start, start + count, QUERY_BLOCK):
-            some = range(at, min(at + QUERY_BLOCK, start + count))
-            if not (plain and _block(inputs, queries, results, layer, some)):
-                for row in some:
-                    o, s = rows._row(row, queries[row].float(), layer)
-                    results[row] = o.to(results.dtype)
-                    if sums is not None:
-                        sums[row] = s
+            some = slice(at, min(at + QUERY_BLOCK, start + count))
+            found = _block(inputs, queries[some].float(), layer, some)
+            if found is None:
+                each = [rows._row(row, queries[row].float(), layer) for row in range(some.start, some.stop)]
+                found = torch.stack([o for o, _ in each]), torch.stack([s for _, s in each])
+            results[some] = found[0].to(results.dtype)
+            if sums is not None:
+                sums[some] = found[1]
         start += count
 
 
-def _block(inputs: DecodeInputs, q: torch.Tensor, out: torch.Tensor, layer: int, rows: range) -> bool:
-    """Attend with some queries of one sequence at once; False where a key or value is not finite."""
-    reach, mine = inputs.reach, slice(rows.start, rows.stop)
-    some = reach.first[mine] < reach.last[mine]
+def _block(inputs: DecodeInputs, q: torch.Tensor, layer: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attend with some queries of one sequence at once; None where a key or value is not finite."""
+    reach, pages, group = inputs.reach, inputs.pages, inputs.group
+    low, high, query = (torch.from_numpy(x[rows]) for x in (reach.first, reach.last, reach.query))
+    some = low < high
     if not some.any():
-        out[mine] = 0
-        return True
-    first, last = int(reach.first[mine][some].min()), int(reach.last[mine].max())
-    k, v = keys_of(inputs.pages, layer, inputs.block_table[rows.start], first, last)
+        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+    first, last = int(low[some].min()), int(high.max())
+    k, v = keys_of(pages, layer, inputs.block_table[rows.start], first, last)
     if not (torch.isfinite(k).all() and torch.isfinite(v).all()):
-        return False
-    found = torch.nn.functional.scaled_dot_product_attention(
-        q[mine].float().transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=_mask(reach, mine, first, last),
-        scale=inputs.sm_scale,
-        enable_gqa=True,
-    )
-    out[mine] = torch.where(torch.from_numpy(some)[:, None, None], found[0].transpose(0, 1), 0.0).to(out.dtype)
-    return True
+        return None
+    shape = (pages.num_kv_heads, len(q), group)  # of the queries: [kv heads, rows, group]
+    grouped = q.view(len(q), pages.num_kv_heads, group, -1).transpose(0, 1).reshape(shape[0], len(q) * group, -1)
+    scores = (grouped @ k.transpose(1, 2) * inputs.sm_scale).view(*shape, last - first)
+    if inputs.logits_soft_cap > 0:
+        scores = inputs.logits_soft_cap * torch.tanh(scores / inputs.logits_soft_cap)
+    at = torch.arange(first, last)
+    if inputs.alibi_slopes is not None:
+        slopes = _of_rows(inputs.alibi_slopes, rows, shape)
+        scores = scores + slopes[..., None] * (at[None] - query[:, None])[None, :, None]
+    allowed = (at >= low[:, None]) & (at < high[:, None])
+    scores = scores.masked_fill(~allowed[None, :, None], -torch.inf)
+    total = torch.logsumexp(scores, -1)
+    if inputs.sinks is not None:
+        sinks = _of_rows(inputs.sinks, rows, shape)
+        total = torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks))
+    weights = torch.exp(scores - torch.where(total == -torch.inf, 0.0, total)[..., None])
+    o = weights.view(shape[0], -1, last - first) @ v
+    return o.view(*shape, -1).transpose(0, 1).reshape(q.shape), total.transpose(0, 1).reshape(q.shape[:2])
 
 
-def _mask(reach: Reach, rows: slice, first: int, last: int) -> torch.Tensor:
-    """Mask ``[rows, keys]`` of the allowed ones of the keys `first` to ``last - 1``."""
-    at = torch.arange(first, last)[None]
-    low, high = (torch.from_numpy(x[rows])[:, None] for x in (reach.first, reach.last))
-    return (at >= low) & (at < high)
+def _of_rows(values: np.ndarray, rows: slice, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Values per head, or per row and head, as ``[kv heads, rows, group]``."""
+    mine = torch.from_numpy(values[rows] if values.ndim == 2 else values[None])
+    return mine.view(-1, shape[0], shape[2]).transpose(0, 1).expand(shape)

@@ -258,7 +258,7 @@ def test_K26_cap_and_window_are_applied_on_every_path(problem: Any, level: str, 
             out, _ = p.run(isa=level, split_tokens=split, **options)
             assert np.abs(out - want).max() <= p.bound(level, **options)
         out = np.full_like(p.out, np.nan)
-        ck.prefill(p.pages, p.q, out, p.table, p.lens, [1], isa=level, **options)
+        ck.prefill_attention(p.q, p.pages, p.table, [0, 1], p.lens, out=out, isa=level, **options)
         assert np.abs(out - want).max() <= p.bound(level, **options)
 
 

@@ -38,9 +38,11 @@ def test_native_chunks_of_several_sequences(problem: Any, dtype: str, pooled: bo
     out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
     if pooled:
         with ck.WorkerPool(1) as pool:
-            ck.prefill(p.pages, q, out, p.table, p.lens, counts, lse=lse, pool=pool, **options)
+            ck.prefill_attention(
+                q, p.pages, p.table, None, p.lens, query_lens=counts, out=out, lse=lse, pool=pool, **options
+            )
     else:
-        ck.prefill(p.pages, q, out, p.table, p.lens, counts, lse=lse, **options)
+        ck.prefill_attention(q, p.pages, p.table, None, p.lens, query_lens=counts, out=out, lse=lse, **options)
     expected, sums = want(p, q, counts, **options)
     tolerance = 2e-2 if dtype == "bf16" else 1e-5
     assert np.abs(out - expected).max() < tolerance and np.abs(lse - sums).max() < tolerance
@@ -52,10 +54,22 @@ def test_torch_form_agrees(problem: Any, window: int) -> None:
     counts = [64, 3]
     p, q = case(problem, counts, [64, 90], dtype="fp32", group=3)
     out = torch.full(q.shape, torch.nan)
-    ck.prefill(p.pages, torch.from_numpy(q), out, p.table, p.lens, counts, backend="torch", window_left=window)
+    ck.prefill_attention(
+        torch.from_numpy(q),
+        p.pages,
+        p.table,
+        None,
+        p.lens,
+        query_lens=counts,
+        out=out,
+        backend="torch",
+        window_left=window,
+    )
     assert np.abs(out.numpy() - want(p, q, counts, window_left=window)[0]).max() < 1e-5
     lse, options = np.full(q.shape[:2], np.nan, np.float32), {"logits_soft_cap": 1.0, "window_left": window}
-    ck.prefill(p.pages, q, out.numpy(), p.table, p.lens, counts, backend="torch", lse=lse, **options)
+    ck.prefill_attention(
+        q, p.pages, p.table, None, p.lens, query_lens=counts, out=out.numpy(), backend="torch", lse=lse, **options
+    )
     expected, sums = want(p, q, counts, **options)
     assert np.abs(out.numpy() - expected).max() < 1e-5 and np.abs(lse - sums).max() < 1e-5
 
@@ -63,6 +77,6 @@ def test_torch_form_agrees(problem: Any, window: int) -> None:
 def test_refusals(problem: Any) -> None:
     p, q = case(problem, [6], [5])
     with pytest.raises(ValueError, match=r"expected \[2, num_q_heads, head_dim\]"):
-        ck.prefill(p.pages, q, q.copy(), p.table, p.lens, [2])
+        ck.prefill_attention(q, p.pages, p.table, None, p.lens, query_lens=[2], out=q.copy())
     with pytest.raises(ValueError, match="backend 'ipex' has no prefill"):
-        ck.prefill(p.pages, q[:5], q[:5].copy(), p.table, p.lens, [5], backend="ipex")
+        ck.prefill_attention(q[:5], p.pages, p.table, None, p.lens, query_lens=[5], out=q[:5].copy(), backend="ipex")
