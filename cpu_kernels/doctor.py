@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_kernels import backends, isa, jit, memory, topology
+from cpu_kernels import backends, isa, jit, memory, topology, tuning
 
 
 def lines() -> list[str]:
@@ -19,6 +19,7 @@ def lines() -> list[str]:
     out += [f"ISA level {level}: absent, {why}" for level, why in choice.missing]
     for name in backends.REGISTRY:
         out.append(f"backend {name}: {backends.why_absent(name) or 'available'}")
+    out.append(f"tuning: pages of {tuning.best_page_size()} tokens are best here; {tuning.current()[1]}")
     out.append(f"compiled code: {jit.cache_dir() or 'kept nowhere: no home folder is known; set CPU_KERNELS_CACHE'}")
     return out
 

@@ -245,7 +245,7 @@ class Fp8(KVDtype):
 
     def extras(self, level: str) -> tuple[str, ...]:
         """The table of `pairs` needs VBMI: part of Sapphire Rapids and Zen 4, not of Cooper Lake."""
-        return ("avx512vbmi",) if level == "avx512_bf16" and "avx512_vbmi" in isa.cpu_flags() else ()
+        return ("avx512vbmi",) if level == "avx512_bf16" and "avx512vbmi" in isa.cpu_flags() else ()
 
     def pairs(self, line: Value) -> list[Value]:
         """Look both bytes of the bf16 up in tables of 128: exact, subnormals and NaN included."""

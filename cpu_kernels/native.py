@@ -15,20 +15,19 @@ from cpu_kernels.codegen.decode import build_decode
 from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, Item, Job
 from cpu_kernels.layout import LANES, Layout
 from cpu_kernels.plan import DecodeInputs
+from cpu_kernels.tuning import Tuning, current
 
-CHUNK_BYTES = 512 << 10
 MIN_CHUNK_BYTES = 32 << 10
 CHUNKS_PER_JOB = 16
-MAX_UNIT_HEADS = 16
 _HALF = struct.Struct(f"{JOB_WORDS - Job.KERNEL}q")
 _HALF_AT = 8 * int(Job.KERNEL)
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 @cache
-def kernel_address(layout: Layout, level: str, group: int) -> int:
+def kernel_address(layout: Layout, level: str, group: int, tuning: Tuning) -> int:
     """Compile (or load) the decode kernel and return its address; it stays loaded for the life of the process."""
-    ir = build_decode(layout, level, group)
+    ir = build_decode(layout, level, group, tuning)
     return jit.load(ir, ("decode",), jit.target_of(level, layout.kind.extras(level))).addresses["decode"]
 
 
@@ -60,30 +59,30 @@ def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
     return items, int(np.where(count > 1, count, 0).sum())
 
 
-def heads_per_unit(items: np.ndarray, heads: int, token_bytes: int, group: int) -> int:
+def heads_per_unit(items: np.ndarray, heads: int, token_bytes: int, group: int, tuning: Tuning) -> int:
     """Choose how many KV heads a unit walks through page by page.
 
     All heads of a page are one contiguous run of memory, which the processor's own prefetchers like best; but the
-    running outputs of many heads times a large group no longer stay in the first-level cache, so that from a group of 4
+    running outputs of many heads times a large group no longer stay in the first-level cache, so that from some group
     on one head at a time is faster (`docs/performance.md`). Fewer heads are also taken when there would be too few
     units to share out. The result of a row does not depend on the choice.
     """
-    if group >= 4 or not len(items):
+    if group > tuning.run_group or not len(items):
         return 1
     tokens = np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1)
     total, largest = (int(x) * heads * token_bytes for x in (tokens.sum(), tokens.max()))
     parts = -(-largest * CHUNKS_PER_JOB // max(total, CHUNKS_PER_JOB * MIN_CHUNK_BYTES))
-    return min(MAX_UNIT_HEADS, -(-heads // min(heads, parts)))
+    return min(tuning.run_heads, -(-heads // min(heads, parts)))
 
 
-def chunk_edges(items: np.ndarray, heads: int, token_bytes: int) -> np.ndarray:
+def chunk_edges(items: np.ndarray, heads: int, token_bytes: int, chunk_bytes: int) -> np.ndarray:
     """Cut the units into contiguous chunks of about equal bytes: int64 unit numbers, both ends included."""
     # An item costs something even when it has no key.
     cost = np.repeat(np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1) * token_bytes, heads)
     done = np.cumsum(cost)
     if not len(done):
         return np.zeros(2, np.int64)  # one empty chunk: a job without work ends like any other
-    size = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, int(done[-1]) // CHUNKS_PER_JOB))
+    size = min(chunk_bytes, max(MIN_CHUNK_BYTES, int(done[-1]) // CHUNKS_PER_JOB))
     marks = np.arange(size, int(done[-1]), size)
     edges = np.concatenate(([0], np.searchsorted(done, marks, side="left") + 1, [len(done)]))
     return np.unique(np.minimum(edges, len(done))).astype(np.int64)
@@ -104,19 +103,22 @@ class Workspace:
 class NativeDecode:
     """A native decode step: the work table and a descriptor template that `prepare` completes per run."""
 
-    def __init__(self, inputs: DecodeInputs, level: str, kernel: int | None = None) -> None:
+    def __init__(
+        self, inputs: DecodeInputs, level: str, kernel: int | None = None, tuning: Tuning | None = None
+    ) -> None:
         """`kernel` is the address of a function that is called as the generated one, which it replaces."""
         self.inputs, self.level = inputs, level
+        tuning = tuning or current()[0]
         pages = inputs.pages
         layout = pages.layout
         if kernel is None and layout.order != "tiles":
             raise ValueError(f"backend 'native' reads pages of layout 'tiles', these are {layout.order!r}")
-        self.kernel = kernel_address(layout, level, inputs.group) if kernel is None else kernel
+        self.kernel = kernel_address(layout, level, inputs.group, tuning) if kernel is None else kernel
         self.items, num_partials = work_items(inputs)
         token_bytes = layout.head_bytes // layout.page_size
-        self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group)
+        self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group, tuning)
         self.units_per_item = -(-pages.num_kv_heads // self.unit_heads)
-        self.edges = chunk_edges(self.items, self.units_per_item, self.unit_heads * token_bytes)
+        self.edges = chunk_edges(self.items, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes)
         self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0

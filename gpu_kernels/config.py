@@ -62,8 +62,9 @@ def group_blocks(dtype: torch.dtype, quantised: bool, capability: Capability) ->
 
 
 def decode_config(
-    dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability
-) -> Config:
+    dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability,
+    fp8: bool = False,
+) -> Config:  # fmt: skip
     """``bodies.decode.attend_split``. K and V tiles times the stages fit the 99 KiB of 8.6 and 8.9."""
     block_d, blocks = block_of(head_dim), group_blocks(dtype, quantised, capability)
     block_g = next((block for block in blocks if group <= block), blocks[-1])
@@ -71,8 +72,9 @@ def decode_config(
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
     elif quantised:  # widening the codes takes registers, so more threads share a tile
-        block_n = 64 if block_d <= 128 else 32
-        warps, stages = 8, 2
+        block_n, warps, stages = 64 if block_d <= 128 else 32, 8, 2
+        if fp8 and extras and block_d == 128 and capability.sm >= 90:  # else a few registers spill
+            block_n, warps = 32, 4
     else:
         block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
         warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2

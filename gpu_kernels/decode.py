@@ -254,8 +254,9 @@ def plan_decode(
         cache.device, item_seq, item_split, part_start, table, spans
     )
     config = decode_config(
-        attention.q_dtype, cache.quantised, attention.extras, attention.group, cache.head_dim, attention.capability
-    )
+        attention.q_dtype, cache.quantised, attention.extras, attention.group, cache.head_dim, attention.capability,
+        cache.dtype is torch.float8_e4m3fn,
+    )  # fmt: skip
     return DecodePlan(
         attention=attention,
         config=config,

@@ -110,7 +110,7 @@ def _flavours() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int]]:
 def _decode(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
         for group in configs.group_blocks(dtype, store in _CODES, capability):
-            config = configs.decode_config(dtype, store in _CODES, extras, group, dim, capability)
+            config = configs.decode_config(dtype, store in _CODES, extras, group, dim, capability, store is _FP8)
             for out in dict.fromkeys((dtype, _F32)):
                 types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", out))
                 name = f"q_{_label(dtype)}-kv_{_label(store)}-out_{_label(out)}-g{group}-d{dim}{'-extras' * extras}"

@@ -1,13 +1,15 @@
-"""Page math of bf16 pages with AMX tiles: 16 query heads x 16 lanes x 32 bf16 multiply-adds an instruction.
+"""Page math with AMX tiles: 16 query heads x 16 lanes x 32 bf16 multiply-adds an instruction.
 
 A page's lines are B tiles as they lie in memory (a row of a B tile is 16 lanes of bf16 pairs)::
 
     scores   C[heads][16 positions] += A[heads][32 dims of q] . B[16 dim pairs][16 positions]      one per 32 dims
     values   C[heads][16 dims]      += A[heads][32 weights]   . B[16 position pairs][16 dims]      one per 32 positions
 
-A remainder of 16 dims or 16 positions uses tiles of half the depth. Pages with masked positions go through the line
-math, whose weights and queries have the same form. `HardwareTiles` emits the instructions; `EmulatedTiles` computes the
-same on memory with bf16 dot products, so that the algorithm is tested on machines without AMX.
+Lines of fp8 are widened to such rows first, in a small buffer that stays in the first-level cache; buffers rotate, so
+that a tile is not loaded from what was stored just before. A remainder of 16 dims or 16 positions uses tiles of half
+the depth. Pages with masked positions go through the line math, whose weights and queries have the same form.
+`HardwareTiles` emits the instructions; `EmulatedTiles` computes the same on memory with bf16 dot products, so that the
+algorithm is tested on machines without AMX.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cpu_kernels.codegen.emit import Function
-from cpu_kernels.codegen.frame import L2, Frame, blocks_of
+from cpu_kernels.codegen.frame import Frame, blocks_of
 from cpu_kernels.codegen.lines import Ahead, Edge, LineMath, column_source
 from cpu_kernels.codegen.tiles import V16F, V16I, DotTiles, dot_bf16
 from cpu_kernels.codegen.values import I8, I16, I32, I64, Value
@@ -24,6 +26,7 @@ from cpu_kernels.layout import LANES
 MAX_ROWS = 16
 C, A, B, A_HALF, B_HALF = range(5)  # tile numbers by role
 TILE_BYTES = 1024
+TURNS = 4  # buffers of widened lines
 
 
 class TileOps(Protocol):
@@ -131,6 +134,8 @@ class AmxMath(LineMath):
         super().__init__(k, tiles)
         self.ops = ops
         self.rows = blocks_of(k.group, MAX_ROWS)
+        self.turns = 1 if tiles.words_per_line == 1 else TURNS
+        self.wide = k.f.buffer(self.turns * max(k.dim, k.page) * 32) if self.turns > 1 else None
 
     def begin(self, k: Frame) -> None:
         if len(self.rows) == 1:
@@ -155,10 +160,16 @@ class AmxMath(LineMath):
             with f.loop(0, k.page // LANES) as t:
                 ops.zero(f, C)
                 at = t * k.tile_bytes
+                lines, first = self._rows_of(k, here, at, k.dim, t)
                 for d in range(0, k.dim, 32):
-                    self._step(k, queries.at(d * 2), k.dim * 2, here.at(at + d * 32), k.dim - d < 32)
-                    self._fetch(k, ahead if number == 0 else None, at + d * 32, min(32, k.dim - d) * 32)
+                    self._step(k, queries.at(d * 2), k.dim * 2, lines.at(first + d * 32), k.dim - d < 32)
+                    self._fetch(k, ahead if number == 0 else None, at, d, min(32, k.dim - d))
                 ops.store(f, C, k.s.at(t * 64 + g0 * k.page * 4), k.page * 4)
+                if k.layout.kind.limit:
+                    scale = f.load(V16F, k.scales, t * 64)
+                    for g in range(g0, g0 + count):
+                        where = k.s.at(t * 64 + g * k.page * 4)
+                        f.store(f.load(V16F, where) * scale, where)
 
     def _step(self, k: Frame, factors: Value, stride: int, lines: Value, half: bool) -> None:
         a, b = (A_HALF, B_HALF) if half else (A, B)
@@ -166,10 +177,26 @@ class AmxMath(LineMath):
         self.ops.load(k.f, b, lines, 64)
         self.ops.multiply(k.f, C, a, b)
 
-    def _fetch(self, k: Frame, ahead: Value | None, at: Value, num_bytes: int) -> None:
-        if ahead is not None:
-            for line in range(0, num_bytes, 64):
-                k.f.prefetch(ahead.at(at + line), L2)
+    def _rows_of(self, k: Frame, lines: Value, at: Value, depth: int, turn: Value) -> tuple[Value, Value]:
+        """`depth` dims or positions of 16 lanes as rows of B tiles: the lines at `at`, or a buffer of them widened."""
+        if self.wide is None:
+            return lines, at
+        n, words = k.layout.per_lane, self.tiles.words_per_line
+        out = self.wide.at((turn % self.turns) * (max(k.dim, k.page) * 32))
+        with k.f.loop(0, depth // n, 4) as i:
+            for u in range(4):
+                for j, row in enumerate(self.tiles.factors(k.f, lines.at(at + (i + u) * k.layout.line_bytes))):
+                    k.f.store(row, out.at((i + u) * (words * 64) + j * 64))
+        return out, k.f.const(I64, 0)
+
+    def _fetch(self, k: Frame, ahead: Value | None, at: Value, first: int, depth: int) -> None:
+        """Fetch the lines of `depth` dims or positions from `first` on."""
+        every, size = k.tuning.fetch_tiles, k.tile_bytes // k.dim  # bytes of 16 lanes of one element
+        if ahead is not None and every:
+            base = at + first * size
+            for byte in range(0, depth * size, 64):
+                if (first * size + byte) % every == 0:
+                    k.f.prefetch(ahead.at(base + byte), k.tuning.cache_level)
 
     def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         if edge is not None:
@@ -183,7 +210,8 @@ class AmxMath(LineMath):
                 state = k.o.at(c * 64 + g0 * k.dim * 4)
                 ops.load(f, C, state, k.dim * 4)
                 at, source = c * k.column_bytes, column_source(k, ahead if number == 0 else None, c)
+                lines, first = self._rows_of(k, values, at, k.page, c)
                 for row in range(0, k.page, 32):
-                    self._step(k, weights.at(row * 2), k.page * 2, values.at(at + row * 32), k.page - row < 32)
-                    self._fetch(k, source, at + row * 32, min(32, k.page - row) * 32)
+                    self._step(k, weights.at(row * 2), k.page * 2, lines.at(first + row * 32), k.page - row < 32)
+                    self._fetch(k, source, at, row, min(32, k.page - row))
                 ops.store(f, C, state, k.dim * 4)

@@ -19,16 +19,14 @@ from cpu_kernels.codegen import results, softmax
 from cpu_kernels.codegen.amx import AmxMath, EmulatedTiles, HardwareTiles
 from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
-from cpu_kernels.codegen.frame import L2, MINUS_INF, Frame
+from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
 from cpu_kernels.codegen.lines import Ahead, LineMath, PageMath
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, DotTiles, WideTiles, element_shift, load_as_f32
 from cpu_kernels.codegen.values import F32, I64, PTR, Value, Var
 from cpu_kernels.layout import LANES, Layout
-
-# What is fetched has to be far enough ahead to arrive in time: half a block where that is this much, else a whole one.
-NEAR_BYTES = 8 << 10
+from cpu_kernels.tuning import TABLE, Tuning
 
 
 def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
@@ -36,7 +34,7 @@ def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
     kind = k.layout.kind
     if kind.multiplies_pairs(k.level, kind.extras(k.level)):
         tiles = DotTiles(k.layout, k.level)
-        if tiles.words_per_line == 1 and (k.level == "amx_bf16" or emulate_amx):  # a line is a row of a tile as it is
+        if k.level == "amx_bf16" or emulate_amx:
             return AmxMath(k, tiles, EmulatedTiles(k.f) if emulate_amx else HardwareTiles())
         return LineMath(k, tiles)
     if kind.bytes_dot and k.level in ("avx512_bf16", "amx_bf16"):  # both have VNNI
@@ -47,14 +45,14 @@ def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
 class DecodeKernel:
     """Builds the kernel; the methods follow the order of the computation."""
 
-    def __init__(self, layout: Layout, level: str, group: int, emulate_amx: bool = False) -> None:
-        self.layout, self.level, self.group, self.emulate_amx = layout, level, group, emulate_amx
+    def __init__(self, layout: Layout, level: str, group: int, tuning: Tuning, emulate_amx: bool) -> None:
+        self.layout, self.level, self.group, self.tuning, self.emulate_amx = layout, level, group, tuning, emulate_amx
 
     def build(self) -> str:
         module = Module()
         f = module.function("decode", (PTR, I64, I64))
         job, first, last = f.args
-        self.k = k = Frame(f, job, self.layout, self.level, self.group)
+        self.k = k = Frame(f, job, self.layout, self.level, self.group, self.tuning)
         self.math = page_math(k, self.emulate_amx)
         self._take_state()
         self.math.begin(k)
@@ -179,7 +177,7 @@ class DecodeKernel:
         low, high = (low > 0).select(low, 0), (high < k.page).select(high, k.page)
         k.start, k.scales = start, here.at(2 * k.layout.k_bytes)
         half = k.layout.k_bytes
-        near = half >= NEAR_BYTES
+        near = half >= k.tuning.near_bytes
         with f.either(low.eq(0) & high.eq(k.page)) as whole:
             self.math.scores(k, here, here.at(half) if near else ahead[0], None)
             softmax.update(k, self.math, None)
@@ -207,10 +205,10 @@ class DecodeKernel:
         line = k.layout.line_bytes
         with f.loop(0, k.chunks) as c:
             with f.loop(edge[0] // n * line, (edge[1] + (n - 1)) // n * line, 64) as at:
-                f.prefetch(values.at(c * k.column_bytes + at), L2)
+                f.prefetch(values.at(c * k.column_bytes + at), k.tuning.cache_level)
 
 
-def build_decode(layout: Layout, level: str, group: int, *, emulate_amx: bool = False) -> str:
+def build_decode(layout: Layout, level: str, group: int, tuning: Tuning = TABLE, *, emulate_amx: bool = False) -> str:
     """Return the IR of the decode kernel of `group` query heads per KV head.
 
     Parameters
@@ -221,7 +219,9 @@ def build_decode(layout: Layout, level: str, group: int, *, emulate_amx: bool = 
         ISA level, see `cpu_kernels.isa`.
     group : int
         Query heads per KV head.
+    tuning : Tuning
+        How far ahead and how densely memory is fetched; the results do not depend on it.
     emulate_amx : bool
         Use the AMX algorithm with emulated tiles (bf16 on level ``avx512_bf16``; for tests).
     """
-    return DecodeKernel(layout, level, group, emulate_amx).build()
+    return DecodeKernel(layout, level, group, tuning, emulate_amx).build()

@@ -8,9 +8,9 @@ from cpu_kernels.codegen.fields import Item, Job
 from cpu_kernels.codegen.tiles import V16I
 from cpu_kernels.codegen.values import F32, I32, I64, PTR, Value, Var
 from cpu_kernels.layout import LANES, Layout
+from cpu_kernels.tuning import Tuning
 
 MINUS_INF = float("-inf")
-L2 = 2  # prefetch locality: into the second-level cache; the first is too small for what is fetched ahead
 
 
 def blocks_of(count: int, limit: int) -> list[tuple[int, int]]:
@@ -46,8 +46,9 @@ class Frame:
     start: Value  # first position of the page in hand
     scales: Value  # K scales of the page block in hand, V scales behind them (int8)
 
-    def __init__(self, f: Function, job: Value, layout: Layout, level: str, group: int) -> None:
+    def __init__(self, f: Function, job: Value, layout: Layout, level: str, group: int, tuning: Tuning) -> None:
         self.f, self.job, self.layout, self.level, self.group = f, job, layout, level, group
+        self.tuning = tuning
         self.dim, self.page, self.chunks = layout.head_dim, layout.page_size, layout.head_dim // LANES
         self.tile_bytes = LANES * self.dim * layout.element_bytes
         self.column_bytes = self.page // layout.per_lane * layout.line_bytes
@@ -85,4 +86,4 @@ class Frame:
 
     def prefetch_range(self, where: Value, num_bytes: int) -> None:
         with self.f.loop(0, num_bytes, 64) as at:
-            self.f.prefetch(where.at(at), L2)
+            self.f.prefetch(where.at(at), self.tuning.cache_level)

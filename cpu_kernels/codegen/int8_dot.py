@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function
-from cpu_kernels.codegen.frame import L2, Frame, blocks_of
+from cpu_kernels.codegen.frame import Frame, blocks_of
 from cpu_kernels.codegen.lines import Ahead, Edge, column_source
 from cpu_kernels.codegen.tiles import V16F, V16I
 from cpu_kernels.codegen.values import F32, I8, I32, I64, Value, Var, vec
@@ -42,7 +42,8 @@ class Int8Dot:
         self.weight_bytes = k.group * self.weight_row
         self.p, self.steps = f.buffer(self.weight_bytes), f.buffer(-(-k.group * 4 // 64) * 64)
         self.blocks = blocks_of(k.group, MAX_GROUP)
-        self.fetch_every = 128 if k.group <= 2 else 64
+        self.cache_level = k.tuning.cache_level
+        self.fetch_every = k.tuning.fetch_light if k.group <= 2 else k.tuning.fetch_heavy
 
     def begin(self, k: Frame) -> None:
         pass
@@ -112,8 +113,8 @@ class Int8Dot:
         return [f.var(V16I, f.load(I32, queries, at + 4 * part).splat(LANES)) for part in range(2)]
 
     def _fetch(self, f: Function, ahead: Value | None, at: Value, u: int) -> None:
-        if ahead is not None and u * 64 % self.fetch_every == 0:
-            f.prefetch(ahead.at(at + u * 64), L2)
+        if ahead is not None and self.fetch_every and u * 64 % self.fetch_every == 0:
+            f.prefetch(ahead.at(at + u * 64), self.cache_level)
 
     def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         f = k.f

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cpu_kernels.codegen.emit import Function
-from cpu_kernels.codegen.frame import L2, Frame, blocks_of, total_of
+from cpu_kernels.codegen.frame import Frame, blocks_of, total_of
 from cpu_kernels.codegen.tiles import V16F, Tiles
 from cpu_kernels.codegen.values import I64, Value, Var
 from cpu_kernels.layout import LANES
@@ -61,7 +61,7 @@ class LineMath:
         # With little arithmetic per line the processor runs far ahead by itself, and fetching every second line leaves
         # room for that; with much, each line has to be fetched (docs/performance.md has the figures).
         light = k.group * tiles.words_per_line * (64 // k.layout.line_bytes) <= 3
-        self.fetch_every = 128 if light else 64
+        self.fetch_every = k.tuning.fetch_light if light else k.tuning.fetch_heavy
 
     def begin(self, k: Frame) -> None:
         pass
@@ -116,8 +116,8 @@ class LineMath:
         f, tiles = k.f, self.tiles
         for u in range(count):
             offset = u * k.layout.line_bytes
-            if ahead is not None and offset % self.fetch_every == 0:
-                f.prefetch(ahead.at(offset), L2)
+            if ahead is not None and self.fetch_every and offset % self.fetch_every == 0:
+                f.prefetch(ahead.at(offset), k.tuning.cache_level)
             for j, factor in enumerate(tiles.factors(f, lines.at(offset), mask)):
                 number = u * tiles.words_per_line + j
                 for g, ways in enumerate(acc):

@@ -18,10 +18,13 @@ def offset_of(page, pos, stride_page, page_mask, stride_position):
 
 @triton.jit
 def from_e4m3(code):
-    """Values of OCP E4M3 codes (uint8) in float16, exactly: its exponent's bias is larger by 8, so 2**8 is missing."""
+    """Values of OCP E4M3 codes (uint8) in float16, exactly: its exponent's bias is larger by 8, so 2**8 is missing.
+
+    Only the NaN code carries into bit 7 when 1 is added; the carry makes it a NaN of float16.
+    """
     size = (code & 0x7F).to(tl.int16)
-    bits = (size << 7) | ((code & 0x80).to(tl.int16) << 8)
-    return tl.where(size == 0x7F, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    bits = ((size + ((size + 1) & 0x80)) << 7) | ((code & 0x80).to(tl.int16) << 8)
+    return bits.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit

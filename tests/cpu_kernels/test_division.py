@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import cpu_kernels as ck
 from cpu_kernels.codegen.fields import Item
-from cpu_kernels.native import CHUNK_BYTES, chunk_edges, heads_per_unit, work_items
+from cpu_kernels.native import chunk_edges, heads_per_unit, work_items
 from cpu_kernels.plan import DecodeInputs
 from cpu_kernels.reach import reach_of
+from cpu_kernels.tuning import TABLE
 
 
 def inputs(lens: list[int], window: int, split: int) -> DecodeInputs:
@@ -55,24 +56,24 @@ def test_every_allowed_token_is_in_exactly_one_item(lens: list[int], window: int
 )
 def test_chunks_cover_all_units_in_order(lens: list[int], heads: int, group: int) -> None:
     items, _ = work_items(inputs(lens, -1, 2048))
-    per_unit = heads_per_unit(items, heads, 512, group)
+    per_unit = heads_per_unit(items, heads, 512, group, TABLE)
     assert 1 <= per_unit <= heads
     units = -(-heads // per_unit)
-    edges = chunk_edges(items, units, per_unit * 512)
+    edges = chunk_edges(items, units, per_unit * 512, TABLE.chunk_bytes)
     assert edges[0] == 0 and edges[-1] == len(items) * units and (np.diff(edges) > 0).all()
 
 
 def test_long_rows_are_shared_out_and_short_ones_gathered() -> None:
     items, _ = work_items(inputs([131_072], -1, 2048))
-    edges = chunk_edges(items, 8, 512)
+    edges = chunk_edges(items, 8, 512, TABLE.chunk_bytes)
     assert len(items) == 64 and len(edges) - 1 > 64
     items, _ = work_items(inputs([100] * 256, -1, 2048))
-    edges = chunk_edges(items, 8, 512)
+    edges = chunk_edges(items, 8, 512, TABLE.chunk_bytes)
     costs = np.diff(edges) * 100 * 512
-    assert costs.max() <= CHUNK_BYTES + 100 * 512 and len(edges) - 1 < 256
+    assert costs.max() <= TABLE.chunk_bytes + 100 * 512 and len(edges) - 1 < 256
 
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_a_single_short_row_is_still_divided(heads: int) -> None:
     items, _ = work_items(inputs([2000], -1, 2048))
-    assert -(-heads // heads_per_unit(items, heads, 512, 1)) >= 8
+    assert -(-heads // heads_per_unit(items, heads, 512, 1, TABLE)) >= 8
