@@ -264,7 +264,7 @@ class LLM:
     def free_blocks(self) -> dict[str, int]:
         """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished and no
         session is open."""
-        return {tier: self.engine.scheduler.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
+        return {tier: self.engine.kv.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
     def close(self) -> None:
         """Stop planning and the lanes (bounded); idempotent."""

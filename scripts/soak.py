@@ -27,7 +27,7 @@ import psutil
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.params import SamplingParams
 from hybridattn.core.records import RequestRecord
-from hybridattn.core.request import DeclaredTokens, Request, State
+from hybridattn.core.request import DeclaredTokens, Request
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
@@ -73,17 +73,16 @@ class StepStats:
 
 
 def check(engine: Engine, tally: StepStats) -> None:
-    """The invariants of a step. A move between the tiers holds blocks of its own until it is through."""
-    scheduler = engine.scheduler
+    """The invariants of a step."""
+    queues = engine.scheduler.queues
     require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
-    require(len(scheduler.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
-    for tier, pool in scheduler.pools.items():
-        held = [b for r in scheduler.running if r.tier == tier for b in r.blocks]
-        require(len(held) == len(set(held)), f"a block of the {tier} tier is held twice")
-        if not any(r.state in (State.MOVING, State.LEAVING) for r in scheduler.running):
-            require(len(held) + pool.num_free == pool.num_blocks, f"blocks of the {tier} tier are lost")
-        require(len(held) + pool.num_free <= pool.num_blocks, f"there are too many blocks of the {tier} tier")
-    require(all(not r.blocks for r in scheduler.waiting), "a waiting request holds blocks")
+    require(len(queues.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
+    for tier, pool in engine.kv.pools.items():
+        held = [page for r in queues.running for page in r.pages.held(tier)]
+        require(len(held) == len(set(held)), f"a page of the {tier} tier is held twice")
+        count = len(held) + pool.num_free
+        require(count == pool.num_blocks, f"{count} pages of the {tier} tier are held or free, of {pool.num_blocks}")
+    require(all(not r.pages for r in queues.waiting), "a waiting request holds pages")
 
 
 def serve(
@@ -112,7 +111,7 @@ def serve(
         if not baseline and tally.added >= total // 4:
             baseline = process.memory_info().rss
     require(sum(tally.reasons.values()) == total, f"{total} requests, {dict(tally.reasons)}")
-    require(all(p.num_free == p.num_blocks for p in engine.scheduler.pools.values()), "blocks are missing at the end")
+    require(all(p.num_free == p.num_blocks for p in engine.kv.pools.values()), "blocks are missing at the end")
     grown = (process.memory_info().rss - baseline) / 2**20
     require(grown < GROWTH_MIB, f"memory grew by {grown:.1f} MiB after the first quarter")
     return {

@@ -157,7 +157,7 @@ def driver(rows: int, steps: int) -> tuple[list[int], float]:
     engine = Engine(PricedStages(shape_, "fp16"), device, make_policy("gpu_only"), config)
     for _ in range(rows):
         engine.add(DeclaredTokens(200), steps + 400)
-    while len(engine.scheduler.running) < rows or any(not r.num_output for r in engine.scheduler.running):
+    while len(engine.scheduler.queues.running) < rows or any(not r.num_output for r in engine.scheduler.queues.running):
         engine.step()
     device.drain(TIMEOUT_NS)
     inside = [0]

@@ -66,7 +66,7 @@ def simulate(app: App, s: SessionSettings) -> dict[str, Any]:
     engine = engine_for(app, s, policy, sim_device(app, pricing), pause_tier=RESTS_ON[s.context])
     served = Replay(engine, workload, keep_contexts=s.context != "recompute").run()
     found = row(app, s, workload, engine, served, served.requests)
-    return {**found, **turns(app, s, workload, served.requests, engine.scheduler.contexts)}
+    return {**found, **turns(app, s, workload, served.requests, engine.kv.contexts)}
 
 
 def turns(

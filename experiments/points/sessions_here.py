@@ -50,7 +50,7 @@ def serve(app: App, s: SessionSettings) -> dict[str, Any]:
             llm.engine, workload, prompts=tokens, params=lengths, keep_contexts=keep, on_step=steps.append
         ).run()
         trace, records = checked_trace(llm), llm.take_records()
-        told = turns(app, s, workload, served.requests, llm.engine.scheduler.contexts)
+        told = turns(app, s, workload, served.requests, llm.engine.kv.contexts)
     records.requests.extend(served.requests)
     records.steps.extend(steps)
     found = run_metrics(records, trace)

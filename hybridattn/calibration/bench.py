@@ -63,7 +63,7 @@ class Bench:
         for i in range(count):
             request = Request(f"{tier}{i}", i, [1] * context, 1 << 20, SamplingParams(max_tokens=1 << 20), 0)
             request.tier, request.state = tier, State.DECODE
-            request.blocks = list(range(i * pages, (i + 1) * pages))
+            request.pages.append(tier, list(range(i * pages, (i + 1) * pages)))
             made.append(request)
         return made
 

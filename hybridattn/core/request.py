@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from hybridattn.core.page_table import GPU_TIER, PageTable
 from hybridattn.core.records import RequestRecord
-from hybridattn.core.stages import GPU_TIER, CpuRow
+from hybridattn.core.stages import CpuRow
 
 
 class State(Enum):
-    WAITING = "waiting"  # in the queue, holds no blocks
+    WAITING = "waiting"  # in the queue, holds no pages
     PREFILL = "prefill"  # admitted; not all known tokens have their K,V yet
     DECODE = "decode"  # one token at a time
     MOVING = "moving"  # its K,V is being copied to the other tier: no row of it runs
-    LEAVING = "leaving"  # aborted or preempted while its CPU row is in flight: blocks are held until the future ends
+    LEAVING = "leaving"  # aborted or preempted while its CPU row is in flight: pages are held until the future ends
     FINISHED = "finished"
     PAUSED = "paused"  # finished, and keeps its K,V for the next turn of its session
 
@@ -47,12 +48,12 @@ class Request:
     """One prompt on its way. Times are the device's clock in nanoseconds.
 
     ``token_ids`` is the prompt followed by the output. ``num_computed`` counts tokens whose K,V is (or, once the ops
-    already submitted have run, will be) in the pages ``blocks`` of tier ``tier``.
+    already submitted have run, will be) in ``pages``; ``tier`` is where the next one's goes, and where all lie that
+    are on their way.
     """
 
     __slots__ = (
         "arrival_ns",
-        "blocks",
         "end_ns",
         "error",
         "events",
@@ -63,6 +64,7 @@ class Request:
         "max_tokens",
         "num_computed",
         "num_prompt",
+        "pages",
         "params",
         "preemptions",
         "request_id",
@@ -99,7 +101,7 @@ class Request:
         self.keep = False  # its end leaves K,V behind for the session's next turn
         self.state = State.WAITING
         self.tier = GPU_TIER
-        self.blocks: list[int] = []
+        self.pages = PageTable()  # filled and emptied by the KV manager
         self.num_computed = 0
         self.in_flight = False  # one of its rows belongs to a micro-batch
         self.row: CpuRow | None = None  # the next one, once its page is there, while it waits on the CPU tier

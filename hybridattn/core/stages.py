@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from hybridattn.core.device import DecodeStep, Future
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import Op
-
-GPU_TIER, CPU_TIER = "gpu", "cpu"
-TIERS = (GPU_TIER, CPU_TIER)
+from hybridattn.core.page_table import CPU_TIER, GPU_TIER, PageTable
+from hybridattn.core.page_table import TIERS as TIERS
 
 
 class RequestLike(Protocol):
@@ -33,8 +32,8 @@ class RequestLike(Protocol):
     request_id: str
     token_ids: list[int]  # prompt, then output
     num_prompt: int
-    blocks: list[int]  # of its tier, in order of position
-    tier: str
+    pages: PageTable
+    tier: str  # of its next token's K,V
     params: Any  # SamplingParams
 
 

@@ -95,7 +95,7 @@ class PricedStages:
         return Op("fetch output", H2D, work, None, micro_batch.layer, micro_batch.requests)
 
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
-        """K,V of a whole request goes from ``blocks`` of tier ``source`` to its blocks of the other."""
+        """K,V of a whole request goes from ``blocks`` of tier ``source`` to the pages of the other that arrive."""
         lane = D2H if source == GPU_TIER else H2D
         return Op("move k,v", lane, self.cost.move_request(tokens), requests=(request.request_id,))
 

@@ -90,11 +90,11 @@ class EmulatedStages(PricedStages):
         pairs = list(zip(micro_batch.rows, alive, strict=True))
         self._decode[micro_batch.number] = plan_decode(
             self._pages,
-            block_table([r.request.blocks if a else [] for r, a in pairs]),
+            block_table([r.request.pages.cold if a else [] for r, a in pairs]),
             np.array([r.position + 1 if a else 0 for r, a in pairs], np.int32),
             self._heads,
             slot_mapping=np.array(
-                [slots(r.request.blocks, r.position, 1, self._page)[0] if a else -1 for r, a in pairs], np.int64
+                [slots(r.request.pages.cold, r.position, 1, self._page)[0] if a else -1 for r, a in pairs], np.int64
             ),
         )
 

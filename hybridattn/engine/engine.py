@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device, Span
@@ -14,9 +15,9 @@ from hybridattn.engine.output import Event, OutputProcessor
 from hybridattn.engine.quiet_steps import QuietSteps
 from hybridattn.engine.request_queue import RequestQueue
 from hybridattn.executor.fast_path import FastExecutor, executor_class
+from hybridattn.kv.manager import KVManager, Move
 from hybridattn.policies.base import Policy, StepView
-from hybridattn.scheduler.scheduler import Plan, Scheduler
-from hybridattn.scheduler.swaps import Move
+from hybridattn.scheduler.scheduler import Scheduler, SchedulerOutput
 
 
 class Engine:
@@ -44,7 +45,8 @@ class Engine:
         self.policy = policy
         self.config = config
         self.broken: HybridAttnError | None = None
-        self.scheduler = Scheduler(config, policy, self._ended, can_move=hasattr(stages, "move"))
+        self.kv = KVManager(config)
+        self.scheduler = Scheduler(config, policy, self.kv, self._ended, can_move=hasattr(stages, "move"))
         self.executor = executor_class(stages, device)(
             stages,
             device,
@@ -52,8 +54,8 @@ class Engine:
             max_rows=config.max_num_seqs,
             run_ahead=config.run_ahead,
             op_timeout_ns=config.op_timeout_ns,
-            on_release=lambda request: self.scheduler.released(request, device.now_ns()),
-            any_leaving=lambda: self.scheduler.leaving > 0,
+            on_release=lambda request: self.scheduler.finish.released(request, device.now_ns()),
+            any_leaving=lambda: self.scheduler.finish.leaving > 0,
         )
         self._on_broken = on_broken
         self._plans = type(policy).begin is not Policy.begin
@@ -64,7 +66,7 @@ class Engine:
         self._queue = RequestQueue(config.max_model_len)
         self._quiet_steps: QuietSteps | None = None
         if isinstance(self.executor, FastExecutor):
-            self._quiet_steps = QuietSteps(self.executor, self.scheduler, self._queue)
+            self._quiet_steps = QuietSteps(self.executor, self.scheduler, self.kv, self._queue)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Engine:
         request.session, request.keep = session, bool(session) and keep
         self.scheduler.refuse_impossible(request)
         if not self._queue.accept(request, now_ns):
-            self.scheduler.add(request)
+            self.scheduler.queues.wait(request)
         self._requests[request.request_id] = request
         return request
 
@@ -120,7 +122,7 @@ class Engine:
         if request is None:
             return
         if not self._queue.withdraw(request):
-            self.scheduler.end(request, "abort", self.device.now_ns())
+            self.scheduler.finish.end(request, "abort", self.device.now_ns())
             return
         request.finish_reason, request.end_ns = "abort", max(request.arrival_ns, self.device.now_ns())
         self._ended(request)
@@ -135,11 +137,10 @@ class Engine:
         if tier not in self.policy.tiers:
             raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {', '.join(self.policy.tiers)}")
         request = self._requests.get(request_id)
-        move = self.scheduler.move(request, tier) if request is not None else None
-        if move is None:
+        if request is None or not self.scheduler.swaps.move(request, tier):
             return False
         try:
-            self._begin(move)
+            self._begin(self.kv.take_begun())
         except HybridAttnError as error:
             self._fail(error)
             raise
@@ -147,13 +148,13 @@ class Engine:
 
     def end_session(self, session: str) -> None:
         """Forget the context of a session; unknown ones are ignored. With no request left its pages are back then."""
-        self.scheduler.contexts.drop(session)
+        self.kv.contexts.drop(session)
         if not self.unfinished and self.broken is None:
             self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
 
     @property
     def unfinished(self) -> int:
-        return self.scheduler.unfinished + len(self._queue)
+        return len(self.scheduler.queues) + len(self._queue)
 
     @property
     def next_arrival_ns(self) -> int | None:
@@ -178,47 +179,47 @@ class Engine:
             raise
 
     def _step(self) -> list[Event]:
-        if self.scheduler.contexts and self.executor.moves:
+        if self.kv.contexts and self.executor.moves:
             self.executor.moves.arrive()  # while nothing ran, contexts came to rest
         now_ns = self.device.now_ns()
         for request in self._queue.due(now_ns):
-            self.scheduler.add(request)
-        plan = self._plan(now_ns)
-        if plan.batch is None and not plan.idle and not self.executor.micro_batches:
+            self.scheduler.queues.wait(request)
+        output = self._schedule(now_ns)
+        if output.batch is None and not output.idle and not self.executor.micro_batches:
             self._idle()
             return []
-        if self._quiet_steps is not None and plan.batch is not None and self._quiet_steps.take(plan.batch):
+        if self._quiet_steps is not None and output.batch is not None and self._quiet_steps.take(output.batch):
             return []
-        view = self._step_view(now_ns, plan.batch) if self._plans else None
-        sampled = self.executor.run(plan.batch, plan.idle, view)
-        if plan.batch is not None:
-            self.scheduler.passed(plan.batch)
+        view = self._step_view(now_ns, output.batch) if self._plans else None
+        sampled = self.executor.run(output.batch, output.idle, view)
+        if output.batch is not None:
+            self.scheduler.computed(output.batch)
         events = [self._output.deliver(s) for s in sampled]
-        for move in self.scheduler.park():
-            self._begin(move)
+        self.scheduler.swaps.park()
+        self._begin(self.kv.take_begun())
         return events
 
-    def _plan(self, now_ns: int) -> Plan:
+    def _schedule(self, now_ns: int) -> SchedulerOutput:
         """What the step may do, with its moves begun, or made where the policy lets the step wait for them."""
-        plan = self.scheduler.schedule(now_ns)
-        for move in plan.moves:
-            self._begin(move)
-        if plan.moves and self.policy.moves_block:
+        output = self.scheduler.schedule(now_ns)
+        self._begin(output.moves)
+        if output.moves and self.policy.moves_block:
             self.executor.moves.wait_all()
-            plan = self.scheduler.schedule(self.device.now_ns())
-            for move in plan.moves:
-                self._begin(move)
-        return plan
+            output = self.scheduler.schedule(self.device.now_ns())
+            self._begin(output.moves)
+        return output
 
-    def _begin(self, move: Move) -> None:
-        def moved() -> None:
-            self.scheduler.moved(move, self.device.now_ns())
+    def _begin(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            arrived = partial(self._arrived, move)
+            self.executor.move(move.request, move.source, move.pages, move.tokens, arrived)
 
-        self.executor.move(move.request, move.source, move.blocks, move.tokens, moved)
+    def _arrived(self, move: Move) -> None:
+        self.scheduler.swaps.arrived(move, self.device.now_ns())
 
     def _step_view(self, now_ns: int, batch: Batch | None) -> StepView:
         """What a policy that plans sees before each step."""
-        rows, kv_tokens = self.scheduler.cpu_load()
+        rows, kv_tokens = self.scheduler.queues.cpu_load()
         return StepView(
             number=self.executor.step_number,
             now_ns=now_ns,
@@ -229,7 +230,7 @@ class Engine:
             prefill_tokens=batch.prefill_tokens if batch is not None else 0,
             tokens=self.executor.tokens,
             cpu_factor=self.executor.forecast.cpu_factor,
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.queues.waiting),
         )
 
     def run(self) -> None:
@@ -242,7 +243,7 @@ class Engine:
             self.executor.moves.wait()
         elif self._queue.next_ns is not None:
             self.device.sleep_until_ns(self._queue.next_ns)
-        elif self.scheduler.unfinished:
+        elif self.scheduler.queues:
             raise self.scheduler.stall()
 
     def _ended(self, request: Request) -> None:
@@ -257,15 +258,15 @@ class Engine:
         """Nothing is in flight for us any more: every request ends with the error, every block goes back."""
         self.broken = error
         self._on_broken()
-        self.scheduler.give_up_moves()
+        self.kv.give_up()
         now_ns = self.device.now_ns()
         for request in self._queue.clear():
             request.finish_reason, request.error, request.end_ns = "error", str(error), max(request.arrival_ns, now_ns)
             self._ended(request)
-        for request in self.scheduler.running + self.scheduler.waiting:
+        for request in self.scheduler.queues.running + self.scheduler.queues.waiting:
             request.in_flight = False
             request.error = str(error)
-            self.scheduler.end(request, "error", now_ns)
+            self.scheduler.finish.end(request, "error", now_ns)
 
     def take_records(self) -> RunRecords:
         """Records of the requests that ended, and of the steps, since the last call (none that went to a sink)."""

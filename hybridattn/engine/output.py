@@ -40,9 +40,9 @@ class OutputProcessor:
         if reason is not None:
             if request.text is not None:
                 text += request.text.finish()
-            self._scheduler.end(request, reason, sampled.time_ns)
+            self._scheduler.finish.end(request, reason, sampled.time_ns)
         elif request.tier == CPU_TIER:
-            self._scheduler.returned(request)
+            self._scheduler.queues.returned(request)
         event = Event(request, sampled.token_id, text, reason)
         if request.events is not None:
             request.events.append(event)

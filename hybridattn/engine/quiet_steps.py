@@ -6,6 +6,7 @@ from hybridattn.core.request import Request
 from hybridattn.core.stages import Batch
 from hybridattn.engine.request_queue import RequestQueue
 from hybridattn.executor.fast_path import FastExecutor
+from hybridattn.kv.manager import KVManager
 from hybridattn.scheduler.scheduler import Scheduler
 
 
@@ -16,11 +17,12 @@ class QuietSteps:
     here                  |------- one call ----------|
     """
 
-    __slots__ = ("_executor", "_queue", "_scheduler")
+    __slots__ = ("_executor", "_kv", "_queue", "_scheduler")
 
-    def __init__(self, executor: FastExecutor, scheduler: Scheduler, queue: RequestQueue) -> None:
+    def __init__(self, executor: FastExecutor, scheduler: Scheduler, kv: KVManager, queue: RequestQueue) -> None:
         self._executor = executor
         self._scheduler = scheduler
+        self._kv = kv
         self._queue = queue
 
     def take(self, batch: Batch) -> bool:
@@ -36,7 +38,7 @@ class QuietSteps:
         if steps < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):
             return False
         times_ns = self._executor.repeat(batch, steps, self._queue.next_ns)
-        self._scheduler.reserve_ahead(batch, len(times_ns))
+        self._kv.reserve_ahead(requests, len(times_ns))
         ids = [0] * len(times_ns)
         for request in requests:
             request.token_ids.extend(ids)

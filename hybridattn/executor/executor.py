@@ -78,8 +78,8 @@ class Executor:
         return self._stats.number
 
     def move(self, request: Request, source: str, blocks: Sequence[int], tokens: int, done: Callable[[], None]) -> None:
-        """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to the blocks that it has now;
-        ``done`` is called at the end of the first step after which it has arrived."""
+        """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to its arriving pages on the
+        other; ``done`` is called at the end of the first step after which it has come."""
         self.moves.add(self._submitter.move(request, source, blocks, tokens), done)
 
     # -- a step --------------------------------------------------------------------------------------------------------

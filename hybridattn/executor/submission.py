@@ -116,7 +116,8 @@ class Submitter:
             forecast.sent(micro_batch, now_ns)
 
     def move(self, request: Request, source: str, blocks: Sequence[int], tokens: int) -> Future:
-        """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to the blocks that it has."""
+        """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to its arriving pages on the
+        other."""
         after = () if self._last_down is None else (self._last_down,)
         future = self._device.submit(self._stages.move(request, source, blocks, tokens), after)  # type: ignore[attr-defined]
         if source == GPU_TIER:

@@ -51,8 +51,9 @@ class GpuRows:
         self.num_decodes = len(self.decodes)
         self.prefills = [
             PrefillRows(
-                int(end) - s.num_tokens, s.num_tokens, s.start, s.tier, np.asarray(s.request.blocks, np.int64),
-                slots(s.request.blocks, s.start, s.num_tokens, page_size),
+                int(end) - s.num_tokens, s.num_tokens, s.start, s.tier,
+                np.asarray(s.request.pages.on(s.tier), np.int64),
+                slots(s.request.pages.on(s.tier), s.start, s.num_tokens, page_size),
             )
             for end, s in zip(ends, segments, strict=True)
             if s.prefill
@@ -75,7 +76,7 @@ class GpuRows:
 
 def decode_tables(decodes: list[Segment], page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Block table int32 ``[n, max_pages]``, lengths int32 ``[n]`` with the new token, its slots int64 ``[n]``."""
-    table = block_table([s.request.blocks for s in decodes])
+    table = block_table([s.request.pages.hot for s in decodes])
     lens = np.array([s.start + 1 for s in decodes], np.int32)
-    mapping = np.array([slots(s.request.blocks, s.start, 1, page_size)[0] for s in decodes], np.int64)
+    mapping = np.array([slots(s.request.pages.hot, s.start, 1, page_size)[0] for s in decodes], np.int64)
     return table, lens, mapping

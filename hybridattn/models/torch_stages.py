@@ -95,10 +95,13 @@ class TorchStages:
     def replan(self, micro_batch: MicroBatch) -> None:
         rows, page = micro_batch.rows, self.config.page_size
         alive = [i not in micro_batch.dead for i in range(len(rows))]
-        table = block_table([r.request.blocks if a else [] for r, a in zip(rows, alive, strict=True)])
+        table = block_table([r.request.pages.cold if a else [] for r, a in zip(rows, alive, strict=True)])
         lens = np.array([r.position + 1 if a else 0 for r, a in zip(rows, alive, strict=True)], np.int32)
         mapping = np.array(
-            [slots(r.request.blocks, r.position, 1, page)[0] if a else -1 for r, a in zip(rows, alive, strict=True)],
+            [
+                slots(r.request.pages.cold, r.position, 1, page)[0] if a else -1
+                for r, a in zip(rows, alive, strict=True)
+            ],
             np.int64,
         )
         self._plans[micro_batch.number].attention = {
@@ -220,16 +223,16 @@ class TorchStages:
         return _micro_batch_op("fetch output", H2D, self.cost.fetch_output(len(micro_batch.rows)), micro_batch, run)
 
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
-        """K,V of ``tokens`` tokens, all layers, go from ``blocks`` of tier ``source`` to the request's of the other."""
+        """K,V of ``tokens`` tokens, all layers, go from ``blocks`` of tier ``source`` to the pages that arrive."""
         count = blocks_for(tokens, self.config.page_size)
-        there, here = (np.asarray(b[:count], np.int64) for b in (blocks, request.blocks))
+        there, here = (np.asarray(b[:count], np.int64) for b in (blocks, request.pages.arriving))
         on_gpu, on_cpu = (there, here) if source == GPU_TIER else (here, there)
         lane = D2H if source == GPU_TIER else H2D
         run = self.tier.move(source, on_gpu, on_cpu)
         return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
-        blocks, start = np.asarray(segment.request.blocks, np.int64), segment.start
+        blocks, start = np.asarray(segment.request.pages.cold, np.int64), segment.start
         run = self.tier.load_kv(layer, blocks, start)
         return _segment_op("load k,v", H2D, self.cost.offload_kv(start), layer, segment, run)
 

@@ -1,8 +1,8 @@
 """Requests that end or are preempted, at once or as soon as nothing of theirs is in flight.
 
-A request is aborted while its row is in flight; nobody else gets the blocks that the row still reads:
+A request is aborted while its row is in flight; nobody else gets the pages that the row still reads:
 
-    driver          |abort: LEAVING|  step  |  step  | released: blocks go back, the request has ended
+    driver          |abort: LEAVING|  step  |  step  | released: pages go back, the request has ended
     cpu.attention   |-- attention of its row --|
 """
 
@@ -11,28 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hybridattn.core.request import Request, State
+from hybridattn.kv.manager import KVManager
 from hybridattn.scheduler.queues import Queues
-from hybridattn.scheduler.room import Room
 
 
 class Finish:
-    """``on_end`` is called once for every request that ends, with its blocks freed, or kept as a session's context.
+    """``on_end`` is called once for every request that ends, with its pages freed, or kept as a session's context.
 
     Attributes
     ----------
     leaving : requests that left while a row of theirs is in flight, or while they moved
     """
 
-    __slots__ = ("_on_end", "_queues", "_room", "leaving")
+    __slots__ = ("_kv", "_on_end", "_queues", "leaving")
 
-    def __init__(self, queues: Queues, room: Room, on_end: Callable[[Request], None]) -> None:
+    def __init__(self, queues: Queues, kv: KVManager, on_end: Callable[[Request], None]) -> None:
         self._queues = queues
-        self._room = room
+        self._kv = kv
         self._on_end = on_end
         self.leaving = 0
 
     def end(self, request: Request, reason: str, now_ns: int) -> None:
-        """End a request. With a row in flight it leaves first: its blocks are held until that future has ended."""
+        """End a request. With a row in flight it leaves first: its pages are held until that future has ended."""
         if request.state is State.FINISHED:
             return
         request.finish_reason = request.finish_reason or reason
@@ -44,15 +44,15 @@ class Finish:
         queues = self._queues
         (queues.waiting if request.state is State.WAITING else queues.running).remove(request)
         queues.step_out(request)
-        if request.keep and reason in ("stop", "length") and request.blocks:
-            self._room.contexts.keep(request)
+        if request.keep and reason in ("stop", "length") and request.pages:
+            self._kv.contexts.keep(request)
         else:
-            self._room.give_back(request)
+            self._kv.give_back(request)
             request.state = State.FINISHED
         self._on_end(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's blocks away; it will be recomputed from its known tokens."""
+        """Take a request's pages away; it will be recomputed from its known tokens."""
         request.preemptions += 1
         request.requeue = True
         if request.in_flight:
@@ -61,7 +61,7 @@ class Finish:
             self._requeue(request)
 
     def released(self, request: Request, now_ns: int) -> None:
-        """Nothing of a leaving request is in flight any longer: its blocks may go."""
+        """Nothing of a leaving request is in flight any longer: its pages may go."""
         request.in_flight = False
         if request.state is not State.LEAVING:
             return
@@ -78,7 +78,7 @@ class Finish:
     def _requeue(self, request: Request) -> None:
         self._queues.running.remove(request)
         self._queues.step_out(request)
-        self._room.give_back(request)
+        self._kv.give_back(request)
         request.state = State.WAITING
         request.requeue = False
         self._queues.wait(request)

@@ -11,22 +11,22 @@ from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, CpuRow, Segment
-from hybridattn.policies.base import Policy, PromptView
+from hybridattn.kv.manager import KVManager
+from hybridattn.policies.base import Policy, PromptView, RequestView, TierView
 from hybridattn.scheduler.queues import Queues
-from hybridattn.scheduler.room import Room
-from hybridattn.scheduler.swaps import Move, Swaps
+from hybridattn.scheduler.swaps import Swaps
 
 
 class Prompts:
     """Admission and chunked prefill."""
 
-    __slots__ = ("_asks", "_config", "_policy", "_queues", "_room", "_swaps")
+    __slots__ = ("_asks", "_config", "_kv", "_policy", "_queues", "_swaps")
 
-    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, room: Room, swaps: Swaps) -> None:
+    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, swaps: Swaps) -> None:
         self._config = config
         self._policy = policy
         self._queues = queues
-        self._room = room
+        self._kv = kv
         self._swaps = swaps
         self._asks = type(policy).prompts is not Policy.prompts
 
@@ -59,10 +59,14 @@ class Prompts:
 
     def _tier_for(self, request: Request, budget: int, segments: list[Segment]) -> str | None:
         """The tier that takes the request now; None: it waits, for room, for the staging area, or for its context."""
-        held = self._room.contexts.find(request.session)
+        held = self._kv.contexts.find(request.session)
         if held is not None and held.in_flight:
             return None  # its context is on its way
-        tier = self._policy.place(self._room.request_view(request), {t: self._room.tier_view(t) for t in TIERS})
+        kv = self._kv
+        tier = self._policy.place(
+            RequestView(request.index, kv.need(request), kv.need_at_most(request)),
+            {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS},
+        )
         if tier is None or (tier == CPU_TIER and self._must_wait_for_staging(request, held, budget, segments)):
             return None
         if held is not None and not self._can_take_up(held, tier):
@@ -88,9 +92,9 @@ class Prompts:
         if held.tier == tier:
             return True
         if not self._swaps.possible:
-            self._room.contexts.drop(held.session)
+            self._kv.contexts.drop(held.session)
         elif tier == CPU_TIER:
-            self._swaps.move_context(held, tier)
+            self._kv.move_context(held, tier)
             return False
         return True
 
@@ -114,11 +118,11 @@ class Prompts:
         Where requests may be swapped out, room for those of the GPU tier is kept, as far as the CPU tier is large.
         """
         candidates: list[int] = []
-        running, pools = self._queues.running, self._room.pools
+        running, pools = self._queues.running, self._kv.pools
         most = min(pools[GPU_TIER].num_blocks, pools[CPU_TIER].num_blocks // 4)
-        free = self._room.free(CPU_TIER) - (most if self._swaps.wanted and running else 0)
+        free = self._kv.free(CPU_TIER) - (most if self._swaps.wanted and running else 0)
         for request in self._queues.waiting[: self._config.max_num_seqs - len(running)]:
-            tokens, need = request.num_tokens, self._room.need(request)
+            tokens, need = request.num_tokens, self._kv.need(request)
             if need > free or (tokens > budget and candidates):
                 break
             candidates.append(min(tokens, budget))
@@ -133,27 +137,11 @@ class Prompts:
                 f"policy '{self._policy.name}' placed request {request.request_id} on the unknown tier '{tier}'"
             )
         self._queues.waiting.pop(0)
-        request.tier = tier
         request.state = State.PREFILL
-        self._give_blocks(request)
+        self._kv.admit(request, tier)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
         self._queues.admit(request)
-
-    def _give_blocks(self, request: Request) -> None:
-        """Pages of all known tokens; those of the session's context are taken up, or filled from the other tier."""
-        room, need, tier = self._room, self._room.need(request), request.tier
-        taken = room.contexts.take(request.session, request) if request.session else None
-        if taken is None:
-            request.blocks = room.take(tier, need)
-            return
-        held, request.num_computed = taken
-        if held.tier == tier:
-            request.blocks = held.blocks + room.take(tier, need - len(held.blocks))
-            return
-        request.blocks = room.take(tier, need)
-        request.state = State.MOVING
-        self._swaps.begin(Move(request, tuple(held.blocks), request.num_computed, State.PREFILL))
 
 
 def _chunk(request: Request, budget: int, segments: list[Segment]) -> int:

@@ -21,11 +21,11 @@ class Queues:
 
     Attributes
     ----------
-    waiting : not admitted, or preempted; they hold no blocks
+    waiting : not admitted, or preempted; they hold no pages
     running : admitted and not ended
     prefilling : their prompt is under way
     decoding : on the GPU tier
-    idle : on the CPU tier, for their next token; those launched since the last step are still in it
+    idle : on the CPU tier, for their next token; those dispatched since the last step are still in it
     """
 
     __slots__ = ("decoding", "idle", "prefilling", "running", "waiting")
@@ -66,7 +66,7 @@ class Queues:
         self.join(request)
 
     def returned(self, request: Request) -> None:
-        """A CPU row got its token and goes on: it waits for the next launch."""
+        """A CPU row got its token and goes on: it waits for its next dispatch."""
         request.row = None
         at = bisect_left(self.idle, arrival(request), key=arrival)
         if at == len(self.idle) or self.idle[at] is not request:
@@ -77,7 +77,7 @@ class Queues:
         self.idle = [r for r in self.idle if not r.in_flight]
 
     def cpu_load(self) -> tuple[int, int]:
-        """Requests that decode on the CPU tier, and the keys that they attend to."""
+        """Requests that decode on the CPU tier, and the KV tokens that they attend to."""
         kv_tokens = [len(r.token_ids) for r in self.running if r.tier == CPU_TIER and r.state is State.DECODE]
         return len(kv_tokens), sum(kv_tokens)
 

@@ -150,7 +150,7 @@ class Bench:
         """Step until everyone who is admitted has a token and the steps hold no prompt any more."""
         for _ in range(100_000):
             engine.step()
-            running: Sequence[Any] = engine.scheduler.running
+            running: Sequence[Any] = engine.scheduler.queues.running
             last = engine.executor.steps[-1] if engine.executor.steps else None
             if last is not None and not last.prefill_tokens and all(r.num_output for r in running):
                 return
@@ -160,7 +160,7 @@ class Bench:
         """Abort what is left and wait until nothing is in flight."""
         if engine.broken is not None:
             return
-        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        for request in [*engine.scheduler.queues.running, *engine.scheduler.queues.waiting]:
             engine.abort(request.request_id)
         while engine.unfinished:
             engine.step()

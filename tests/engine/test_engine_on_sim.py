@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from held_pages import check_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_stages import ToyStages, reference
@@ -57,15 +58,11 @@ def build(policy, seed, *, gpu_blocks, cpu_blocks, max_tokens=48, max_seqs=6, ru
 
 
 def check_conservation(engine):
-    """Blocks of running requests plus free ones are all there are; nobody is in two queues."""
-    s = engine.scheduler
-    for tier, pool in s.pools.items():
-        held = [b for r in s.running if r.tier == tier for b in r.blocks]
-        assert len(held) == len(set(held))
-        assert len(held) + pool.num_free == pool.num_blocks
-    assert all(not r.blocks for r in s.waiting)
-    assert len({id(r) for r in s.running + s.waiting}) == s.unfinished
-    assert len(s.running) <= engine.config.max_num_seqs
+    """Every page is held once or free; nobody is in two queues."""
+    check_pages(engine)
+    queues = engine.scheduler.queues
+    assert len({id(r) for r in queues.running + queues.waiting}) == len(queues)
+    assert len(queues.running) <= engine.config.max_num_seqs
 
 
 def serve(engine, jobs, aborts=()):
@@ -82,7 +79,7 @@ def serve(engine, jobs, aborts=()):
         assert step < limit, "no progress"
     assert violations(engine.drain()) == []
     engine.taken = engine.take_records()
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
     return [r.token_ids[r.num_prompt :] for r in requests]
 
 

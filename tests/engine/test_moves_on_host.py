@@ -119,7 +119,7 @@ def test_a_session_goes_on_from_what_it_said_and_its_k_v_leave_the_gpu_tier_betw
         assert llm.free_blocks() == {"gpu": 60, "cpu": 60}
         moves = moves_of(llm.trace().spans)
         assert [s.lane for s in moves] == [D2H, H2D, D2H, H2D, D2H]
-        reused = llm.engine.scheduler.contexts.reused_tokens
+        reused = llm.engine.kv.contexts.reused_tokens
         computed = sum(p.prefill_tokens for p in llm.take_records().steps)
     assert reused == moves[1].rows + moves[3].rows
     assert computed == len(ids) - 3 * 6 + 2  # new tokens, and after each pause the one that had no K,V yet
@@ -164,7 +164,7 @@ def test_a_stream_that_is_closed_early_leaves_the_context_as_it_was(tiny):
         late = chat.stream([6], params)
         next(late)
         chat.close()
-        assert len(list(late)) == 4 and not llm.engine.scheduler.contexts  # the turn ends in peace and leaves nothing
+        assert len(list(late)) == 4 and not llm.engine.kv.contexts  # the turn ends in peace and leaves nothing
         with pytest.raises(InputError, match="session mine is closed"):
             chat.generate([7])
         with pytest.raises(InputError, match="a session's name must be a text that is not empty, got ''"):
@@ -192,7 +192,7 @@ def test_agent_sessions_of_a_workload_run_on_the_host(tiny, keep):
         served = replay.run()
         finish_moves(llm)
         spans = llm.trace().spans
-        contexts = llm.engine.scheduler.contexts
+        contexts = llm.engine.kv.contexts
         assert llm.free_blocks() == {"gpu": 24, "cpu": 24} and not contexts  # the last turns keep nothing
     assert (served.ended, served.refused) == (12, 0) and violations(spans) == []
     by_id = {int(r.request_id): r for r in served.requests}

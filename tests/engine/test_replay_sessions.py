@@ -47,13 +47,13 @@ def test_kept_contexts_spare_their_computation_and_travel_on_the_copy_lanes():
     assert not any(s.name == "move k,v" for s in spans)
     engine = priced(400, 400)
     fast, tokens, spans = served(engine, keep=True)
-    contexts = engine.scheduler.contexts
+    contexts = engine.kv.contexts
     assert tokens == all_tokens - contexts.reused_tokens and contexts.reused_tokens > 0.7 * all_tokens
     assert fast < slow / 2
     moves = [s for s in spans if s.name == "move k,v"]
     assert sum(s.lane == D2H for s in moves) == sum(s.lane == H2D for s in moves) == 6 * 3  # each pause, there and back
     assert all(s.num_bytes == s.rows * MODEL.kv_bytes_per_token("fp16") for s in moves)
-    assert all(pool.num_free == 400 for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == 400 for pool in engine.kv.pools.values())
 
 
 def test_a_gpu_tier_that_contexts_would_fill_is_free_in_the_pauses():
@@ -62,7 +62,7 @@ def test_a_gpu_tier_that_contexts_would_fill_is_free_in_the_pauses():
     for rest in ("cpu", "gpu"):
         engine = priced(200, 600, pause_tier=rest)
         served(engine, keep=True)
-        left[rest] = engine.scheduler.contexts.evicted
+        left[rest] = engine.kv.contexts.evicted
     assert left["cpu"] == 0 and left["gpu"] > 0
 
 
@@ -105,7 +105,7 @@ def test_real_tokens_go_on_from_what_was_made():
         context += reference(context, items[i].output_tokens, 3)
         assert requests[i].token_ids == context
     assert requests[4].token_ids == new[4] + reference(new[4], 2, 3)
-    assert engine.scheduler.contexts.reused_tokens == 24 + 31 and not engine.scheduler.contexts
+    assert engine.kv.contexts.reused_tokens == 24 + 31 and not engine.kv.contexts
 
 
 def test_what_can_never_fit_is_refused_turn_by_turn():

@@ -37,7 +37,7 @@ def answers(model, policy, seed, cpu_scale):
     requests = [engine.add(prompt, n, SamplingParams(max_tokens=n, seed=i)) for i, (prompt, n) in enumerate(JOBS)]
     engine.run()
     assert violations(engine.drain()) == []
-    assert all(pool.num_free == 8 for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == 8 for pool in engine.kv.pools.values())
     return [r.token_ids[r.num_prompt :] for r in requests]
 
 

@@ -72,7 +72,7 @@ def answers(device, model, policy, config=CONFIG, kv_dtype="fp32", jobs=JOBS, **
         ]
         engine.run()
         assert violations(engine.drain()) == []
-        assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+        assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
         return [r.token_ids[r.num_prompt :] for r in requests], engine
     finally:
         device.close()

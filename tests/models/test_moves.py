@@ -88,9 +88,9 @@ def check_moves(pools_of, dtypes, tokens):
         fill(pools.gpu, GPU_BLOCKS[:pages])
         fill(pools.cpu, [])
         want = copies(pools.gpu, GPU_BLOCKS[:pages])
-        request = SimpleNamespace(request_id="r7", blocks=CPU_BLOCKS, tier=CPU_TIER)
+        request = SimpleNamespace(request_id="r7", pages=SimpleNamespace(arriving=CPU_BLOCKS))
         down = stages.move(request, GPU_TIER, GPU_BLOCKS, tokens)
-        request.blocks = ELSEWHERE
+        request.pages.arriving = ELSEWHERE
         up = stages.move(request, CPU_TIER, CPU_BLOCKS, tokens)
         assert (down.lane, up.lane) == (D2H, H2D) and down.requests == ("r7",)
         assert down.work.num_bytes == up.work.num_bytes > 0 and down.work.kind == "copy"
@@ -138,7 +138,7 @@ def test_what_a_card_sends_down_is_what_the_cpus_kernels_read(kernels, kv_dtype)
                 **tier._pages.scales(layer),
             )  # fmt: skip
             append_kv(theirs, layer, k + layer, v, on_cpu)
-        request = SimpleNamespace(request_id="r0", blocks=CPU_BLOCKS, tier=CPU_TIER)
+        request = SimpleNamespace(request_id="r0", pages=SimpleNamespace(arriving=CPU_BLOCKS))
         device.submit(stages.move(request, GPU_TIER, GPU_BLOCKS, 33)).wait(60 * 10**9)
         for layer in range(shape.num_layers):
             found = []
@@ -172,7 +172,7 @@ def answers(device, model, seed=None, kv_dtype="fp32"):
                 if draw.random() < 0.4:
                     moved += engine.move(r.request_id, "cpu" if r.tier == "gpu" else "gpu")
         assert violations(engine.drain()) == []
-        assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+        assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
         return [r.token_ids[r.num_prompt :] for r in requests], moved
     finally:
         device.close()

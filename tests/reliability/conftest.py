@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_pages import check_pages
 from toy_stages import ToyStages
 
 from hybridattn import LLM
@@ -74,15 +75,12 @@ class Rig:
 
     @staticmethod
     def check(engine: Engine) -> None:
-        """Every block is held once or free, nobody is in two queues, no limit is exceeded."""
-        s = engine.scheduler
-        for tier, pool in s.pools.items():
-            held = [b for r in s.running if r.tier == tier for b in r.blocks]
-            assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
-        assert all(not r.blocks for r in s.waiting)
-        assert len({id(r) for r in s.running + s.waiting}) == s.unfinished
-        assert len(s.running) <= engine.config.max_num_seqs
-        order = [(r.arrival_ns, r.index) for r in s.waiting]
+        """Every page is held once or free, nobody is in two queues, no limit is exceeded."""
+        check_pages(engine)
+        queues = engine.scheduler.queues
+        assert len({id(r) for r in queues.running + queues.waiting}) == len(queues)
+        assert len(queues.running) <= engine.config.max_num_seqs
+        order = [(r.arrival_ns, r.index) for r in queues.waiting]
         assert order == sorted(order)
 
     @classmethod
@@ -101,7 +99,7 @@ class Rig:
 
     @staticmethod
     def check_empty(engine: Engine) -> None:
-        assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+        assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
         assert engine.unfinished == 0
 
     @staticmethod

@@ -287,7 +287,7 @@ def test_prompts_of_any_kind_are_queued_whole_or_refused_whole(shared_tiny, prom
     llm = shared_tiny
     if own_error_or_fine(lambda: llm.start(prompts)):
         assert llm.engine.unfinished == len(prompts)
-        for request in [*llm.engine.scheduler.waiting]:
+        for request in [*llm.engine.scheduler.queues.waiting]:
             llm.engine.abort(request.request_id)
     assert llm.engine.unfinished == 0
 

@@ -43,9 +43,9 @@ def test_E13_an_abort_in_any_state_harms_nobody_and_frees_everything(rig, policy
     hit: list[str] = []
 
     def between(step):
-        for r in engine.scheduler.running[-1:] if "preempted" in state and not step % 5 else ():
+        for r in engine.scheduler.queues.running[-1:] if "preempted" in state and not step % 5 else ():
             if r.state is State.DECODE and not r.requeue:
-                engine.scheduler.preempt(r)
+                engine.scheduler.finish.preempt(r)
         for r in requests:
             if len(hit) < 3 and r.request_id not in hit and r.finish_reason is None and STATES[state](r):
                 hit.append(r.request_id)
@@ -82,7 +82,7 @@ def test_E13_aborts_and_preemptions_at_random(rig, seed, every):
     def between(step):
         r = requests[(step * 7 + seed) % len(requests)]
         if step % every == 0 and r.state is State.DECODE and not r.requeue and r.preemptions < 4:
-            engine.scheduler.preempt(r)
+            engine.scheduler.finish.preempt(r)
         if step % (every + 3) == 0:
             engine.abort(requests[(step + seed) % len(requests)].request_id)
 
@@ -179,7 +179,7 @@ def run_swapping(engine, between=lambda: None):
             break
         engine.step()
     engine.drain()
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
 
 
 @pytest.mark.parametrize("cpu_blocks", [0, 1, 6])
@@ -298,8 +298,8 @@ def test_E22_nothing_of_another_request_is_ever_reused(rig):
     shared = []
 
     def between(step):
-        for pool in engine.scheduler.pools.values():
-            held = [b for r in engine.scheduler.running if r.tier == pool.tier for b in r.blocks]
+        for tier in engine.kv.pools:
+            held = [b for r in engine.scheduler.queues.running for b in r.pages.held(tier)]
             shared.append(len(held) - len(set(held)))
 
     rig.finish(engine, between)

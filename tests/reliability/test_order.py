@@ -85,7 +85,7 @@ def test_the_oldest_request_of_a_tier_is_never_preempted(rig, seed):
     requests = [engine.add(p, n) for p, n in rig.jobs(seed, 6, longest=20, most=50)]
 
     def between(step):
-        running = [r for r in engine.scheduler.running if r.tier == GPU_TIER]
+        running = [r for r in engine.scheduler.queues.running if r.tier == GPU_TIER]
         if running:
             oldest = min(running, key=lambda r: r.index)
             between.seen[oldest.request_id] = oldest.preemptions

@@ -92,7 +92,7 @@ def interrupt(engine, requests, when, times):
         for r in requests:
             running = r.state in (State.DECODE, State.PREFILL)
             if running and times and when(r) and not r.requeue:
-                engine.scheduler.preempt(r)
+                engine.scheduler.finish.preempt(r)
                 times -= 1
         if not engine.unfinished:
             return
@@ -119,7 +119,7 @@ def test_E06_preemption_changes_no_token_reason_or_text(tiny, quiet, where, when
     interrupt(engine, requests, AT[when], times)
     assert answers(requests) == quiet
     assert sum(r.preemptions for r in requests) == times
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
 
 
 @pytest.mark.parametrize("where", POLICIES)
@@ -153,7 +153,7 @@ def test_E06_a_penalty_counts_tokens_from_before_the_preemption_once(tiny):
         left = 6 if preempt else 0
         while engine.unfinished:
             if left and request.state is State.DECODE and request.num_output % 4 == 3 and not request.requeue:
-                engine.scheduler.preempt(request)
+                engine.scheduler.finish.preempt(request)
                 left -= 1
             engine.step()
         found.append(request.token_ids)
@@ -186,7 +186,7 @@ def test_E06_a_token_sampled_but_not_yet_decoded_is_kept(rig):
         for r in requests:
             if r.state is State.DECODE and r.tier == CPU_TIER and r.num_output > seen.get(r.request_id, 0):
                 seen[r.request_id] = r.num_output
-                engine.scheduler.preempt(r)
+                engine.scheduler.finish.preempt(r)
 
     rig.finish(engine, between)
     assert rig.outputs(requests) == [reference(p, n, rig.layers) for p, n in jobs]

@@ -21,6 +21,7 @@ from hybridattn.core.op import CPU, D2H, GPU, Op, Work
 from hybridattn.devices.host import HostDevice
 from hybridattn.devices.lane import HostFuture
 from hybridattn.devices.sim import SimDevice
+from hybridattn.scheduler.finish import Finish
 
 SECOND = 1_000_000_000
 
@@ -93,14 +94,12 @@ def test_reusing_slots_before_their_micro_batch_ended_is_caught(rig, monkeypatch
 
 
 def test_giving_blocks_back_before_the_row_has_left_is_caught(rig, monkeypatch):
-    """Blocks of an aborted row in flight are held until its future has ended."""
-    from hybridattn.scheduler.scheduler import Scheduler
+    """Pages of an aborted row in flight are held until its future has ended."""
+    end = Finish.end
 
-    end = Scheduler.end
-
-    def eager(scheduler, request, reason, now_ns):
+    def eager(finish, request, reason, now_ns):
         request.in_flight = request.in_flight and reason != "abort"
-        end(scheduler, request, reason, now_ns)
+        end(finish, request, reason, now_ns)
 
     def run():
         wrong = 0
@@ -126,7 +125,7 @@ def test_giving_blocks_back_before_the_row_has_left_is_caught(rig, monkeypatch):
         return wrong
 
     assert run() == 0
-    monkeypatch.setattr(Scheduler, "end", eager)
+    monkeypatch.setattr(Finish, "end", eager)
     assert run() > 0
 
 

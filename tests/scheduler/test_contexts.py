@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from held_pages import check_empty, check_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_moves import MovingToyStages
@@ -84,19 +85,6 @@ def wanted(turns):
     return context
 
 
-def check_blocks(engine):
-    s = engine.scheduler
-    for tier, pool in s.pools.items():
-        held = [b for r in [*s.running, *s.contexts] if r.tier == tier for b in r.blocks] + s.held_by_moves(tier)
-        assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
-    assert all(not r.blocks for r in s.waiting)
-
-
-def check_empty(engine):
-    assert engine.unfinished == 0 and not engine.scheduler.contexts
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
-
-
 def chat(engine, scripts):
     """Serve all sessions; returns the contexts that they end with."""
     chats = [Chat(engine, f"s{i}", turns) for i, turns in enumerate(scripts)]
@@ -104,7 +92,7 @@ def chat(engine, scripts):
         if not any([c.go_on() for c in chats]):
             break
         engine.step() if engine.unfinished else None
-        check_blocks(engine)
+        check_pages(engine)
     else:
         pytest.fail("no progress")
     spans = engine.drain()
@@ -148,23 +136,23 @@ def one_session(**options):
 def test_in_a_pause_k_v_go_down_and_come_up_and_only_new_tokens_are_computed():
     engine, moves = one_session()
     assert [(s.lane, s.rows) for s in moves] == [(D2H, 25), (H2D, 25), (D2H, 32)]
-    assert engine.scheduler.contexts.reused_tokens == 25  # 21 + 5 tokens, of which the newest had no K,V yet
+    assert engine.kv.contexts.reused_tokens == 25  # 21 + 5 tokens, of which the newest had no K,V yet
     assert sum(p.prefill_tokens for p in engine.take_records().steps) == 21 + 1 + 3
 
 
 def test_they_may_rest_on_the_gpu_tier():
     engine, moves = one_session(pause_tier="gpu")
-    assert moves == [] and engine.scheduler.contexts.reused_tokens == 25
+    assert moves == [] and engine.kv.contexts.reused_tokens == 25
 
 
 def test_without_room_below_they_stay_on_the_gpu_tier():
     engine, moves = one_session(cpu=1)
-    assert moves == [] and engine.scheduler.contexts.reused_tokens == 25
+    assert moves == [] and engine.kv.contexts.reused_tokens == 25
 
 
 def test_stages_that_cannot_move_keep_them_where_they_are():
     engine, moves = one_session(stages=ToyStages)
-    assert moves == [] and engine.scheduler.contexts.reused_tokens == 25
+    assert moves == [] and engine.kv.contexts.reused_tokens == 25
 
 
 def test_the_gpu_blocks_are_free_for_others_during_the_pause():
@@ -173,10 +161,10 @@ def test_the_gpu_blocks_are_free_for_others_during_the_pause():
     engine.run()
     engine.add([2] * 50, 10)  # needs all four
     engine.run()
-    assert engine.scheduler.contexts.evicted == 0
+    assert engine.kv.contexts.evicted == 0
     back = engine.add([1] * 50, 5, session="s")
     engine.run()
-    assert engine.scheduler.contexts.reused_tokens == 40  # as far as the prompts agree
+    assert engine.kv.contexts.reused_tokens == 40  # as far as the prompts agree
     assert back.token_ids[50:] == reference([1] * 50, 5, LAYERS)
 
 
@@ -184,13 +172,13 @@ def test_a_running_request_takes_the_blocks_of_a_paused_one():
     engine = build(GpuOnly(), gpu=5, cpu=0)
     engine.add([1] * 40, 5, session="s")
     engine.run()
-    assert engine.scheduler.pools["gpu"].num_free == 2
+    assert engine.kv.pools["gpu"].num_free == 2
     request = engine.add([2] * 30, 45)  # admitted into what is free, and grows
     engine.run()
-    assert engine.scheduler.contexts.evicted == 1 and request.preemptions == 0
+    assert engine.kv.contexts.evicted == 1 and request.preemptions == 0
     again = engine.add([1] * 45 + [3], 5, session="s")
     engine.run()
-    assert engine.scheduler.contexts.reused_tokens == 0
+    assert engine.kv.contexts.reused_tokens == 0
     assert again.token_ids[46:] == reference([1] * 45 + [3], 5, LAYERS)
 
 
@@ -200,15 +188,15 @@ def test_E22_only_tokens_that_are_the_same_from_the_start_are_found_again():
     engine.run()
     other = engine.add([2] + first.token_ids[1:] + [5], 3, session="s")  # equal except in the first token
     engine.run()
-    assert engine.scheduler.contexts.reused_tokens == 0
+    assert engine.kv.contexts.reused_tokens == 0
     assert other.token_ids[-3:] == reference([2] + first.token_ids[1:] + [5], 3, LAYERS)
     shorter = engine.add(other.token_ids[:7], 3, session="s")  # an earlier point of the same context
     engine.run()
-    assert engine.scheduler.contexts.reused_tokens == 6  # one has to be computed
+    assert engine.kv.contexts.reused_tokens == 6  # one has to be computed
     assert shorter.token_ids[7:] == reference(other.token_ids[:7], 3, LAYERS)
     stranger = engine.add(shorter.token_ids + [5], 3)  # the same tokens, but of no session
     engine.run()
-    assert engine.scheduler.contexts.reused_tokens == 6
+    assert engine.kv.contexts.reused_tokens == 6
     assert stranger.token_ids[-3:] == reference(shorter.token_ids + [5], 3, LAYERS)
 
 
@@ -242,7 +230,7 @@ def test_an_abort_while_k_v_come_up_frees_both_pools(seed):
     engine = build(GpuOnly(), seed, move_ns=4000)
     engine.add([1] * 20, 3, session="s")
     other = engine.add([2] * 4, 150)
-    while engine.scheduler.contexts.find("s") is None or engine.executor.moves:
+    while engine.kv.contexts.find("s") is None or engine.executor.moves:
         engine.step()
     back = engine.add([1] * 30, 3, session="s")
     engine.step()

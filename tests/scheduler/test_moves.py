@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from held_pages import check_empty, check_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_moves import MovingToyStages
@@ -72,27 +73,6 @@ def build(policy, seed=1, *, gpu=8, cpu=10, move_ns=400, stages=MovingToyStages,
     return Engine(stages(LAYERS, gpu, cpu, PAGE, config.max_num_seqs), sim, policy, config)
 
 
-def check_blocks(engine):
-    """Every block is held once: by a request, by a context, by a move that still reads it, or it is free."""
-    s = engine.scheduler
-    for tier, pool in s.pools.items():
-        held = [b for r in [*s.running, *s.contexts] if r.tier == tier for b in r.blocks]
-        held += s.held_by_moves(tier)
-        held += [
-            b
-            for m in s.swaps.under_way
-            if m.request.state is State.FINISHED and m.request.tier == tier  # a context dropped on its way
-            for b in m.request.blocks
-        ]
-        assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
-    assert all(not r.blocks for r in s.waiting)
-
-
-def check_empty(engine):
-    assert engine.unfinished == 0
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
-
-
 def jobs_of(seed, count, longest=60):
     draw = random.Random(seed)
     return [([draw.randrange(50) for _ in range(draw.randint(1, longest))], draw.randint(4, 20)) for _ in range(count)]
@@ -111,7 +91,7 @@ def serve(engine, jobs, choose):
             engine.abort(f"r{i}")
         if engine.unfinished:
             engine.step()
-        check_blocks(engine)
+        check_pages(engine)
         step += 1
         assert step < 5000, "no progress"
     assert violations(engine.drain()) == []
@@ -165,11 +145,11 @@ def test_blocks_that_were_given_back_too_early_are_noticed():
         engine = build(AsyncOverlap(), seed, gpu=8, cpu=30, move_ns=3000)
         begin = engine._begin
 
-        def early(move, begin=begin, engine=engine):
-            begin(move)
-            pool = engine.scheduler.pools[move.source]
-            pool.free(list(move.blocks))
-            object.__setattr__(move, "blocks", ())
+        def early(moves, begin=begin, engine=engine):
+            begin(moves)
+            for move in moves:
+                engine.kv.pools[move.source].free(list(move.pages))
+                move.request.pages.on(move.source).clear()
 
         engine._begin = early
         try:
@@ -186,7 +166,7 @@ def test_an_asymmetric_policy_swaps_by_itself_and_tokens_hold():
     requests = [engine.add(p, n) for p, n in jobs]
     while engine.unfinished:
         engine.step()
-        check_blocks(engine)
+        check_pages(engine)
     assert sum(r.preemptions for r in requests) == 0
     assert [r.token_ids[r.num_prompt :] for r in requests] == [reference(p, n, LAYERS) for p, n in jobs]
     assert {s.lane for s in engine.drain() if s.name == "move"} == {D2H, H2D}
@@ -251,14 +231,14 @@ def test_an_abort_during_a_move_holds_all_blocks_until_it_has_arrived(way):
     assert engine.move(first.request_id, "cpu" if way == "down" else "gpu")
     engine.abort(first.request_id)
     assert first.state is State.LEAVING
-    free = {t: p.num_free for t, p in engine.scheduler.pools.items()}
+    free = {t: p.num_free for t, p in engine.kv.pools.items()}
     source = "gpu" if way == "down" else "cpu"
-    assert len(engine.scheduler.held_by_moves(source)) == 2 and len(first.blocks) == 2
+    assert len(first.pages.held(source)) == 2 and len(first.pages.arriving) == 2
     engine.step()
-    assert {t: p.num_free for t, p in engine.scheduler.pools.items()} == free
+    assert {t: p.num_free for t, p in engine.kv.pools.items()} == free
     while engine.unfinished:
         engine.step()
-        check_blocks(engine)
+        check_pages(engine)
     assert first.finish_reason == "abort" and other.num_output == 120
     engine.drain()
     check_empty(engine)

@@ -8,14 +8,16 @@ from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import CapacityError, InputError
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.kv.manager import KVManager
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 from hybridattn.scheduler.scheduler import Scheduler
 
 
 def scheduler(gpu, cpu=0, policy=None, page=16, **limits):
     config = EngineConfig(gpu, cpu, page, **{"max_model_len": 4096, "max_num_batched_tokens": 4096, **limits})
-    made = Scheduler(config, policy or GpuOnly(), lambda request: made.ended.append(request))
-    made.ended = []
+    kv = KVManager(config)
+    made = Scheduler(config, policy or GpuOnly(), kv, lambda request: made.ended.append(request))
+    made.kv, made.ended = kv, []
     return made
 
 
@@ -26,13 +28,13 @@ def request(index, prompt, max_tokens=1):
 def add(made, *requests):
     for r in requests:
         made.refuse_impossible(r)
-        made.add(r)
+        made.queues.wait(r)
     return requests
 
 
 def decoded(made, plan):
     """Pretend that the step ran and every sampled row got a token."""
-    made.passed(plan.batch)
+    made.computed(plan.batch)
     for s in plan.batch.segments:
         if s.samples:
             s.request.token_ids.append(1)
@@ -80,7 +82,7 @@ def test_E03_the_one_that_can_finish_runs_though_the_head_of_the_queue_is_blocke
     plan = made.schedule(0)
     assert [s.request for s in plan.batch.segments] == [long]
     decoded(made, plan)
-    made.end(long, "length", 0)
+    made.finish.end(long, "length", 0)
     assert [s.request for s in made.schedule(0).batch.segments] == [head, small]
 
 
@@ -91,7 +93,7 @@ def test_a_prompt_above_the_token_budget_is_prefilled_in_chunks():
     while r.state is not State.DECODE:
         plan = made.schedule(0)
         seen += [(s.start, s.num_tokens, s.samples) for s in plan.batch.segments]
-        made.passed(plan.batch)
+        made.computed(plan.batch)
     assert seen == [(0, 100, False), (100, 100, False), (200, 50, True)]
 
 
@@ -100,10 +102,10 @@ def test_one_chunked_prefill_for_the_cpu_tier_at_a_time():
     add(made, request(0, 150), request(1, 150), request(2, 30))
     first = made.schedule(0)
     assert [(s.request.index, s.num_tokens) for s in first.batch.segments] == [(0, 100)]
-    made.passed(first.batch)
+    made.computed(first.batch)
     second = made.schedule(0)  # r0 ends here, so r1 may begin
     assert [(s.request.index, s.num_tokens) for s in second.batch.segments] == [(0, 50), (1, 50)]
-    made.passed(second.batch)
+    made.computed(second.batch)
     third = made.schedule(0)
     assert [(s.request.index, s.start) for s in third.batch.segments] == [(1, 50)]
 
@@ -115,8 +117,8 @@ def test_the_youngest_is_preempted_and_comes_back_before_later_arrivals():
     add(made, request(2, 16))
     plan = made.schedule(0)  # both need a third block: the younger one gives its two back
     assert [s.request for s in plan.batch.segments] == [old]
-    assert young.state is State.WAITING and young.blocks == [] and young.preemptions == 1
-    assert [r.index for r in made.waiting] == [1, 2]
+    assert young.state is State.WAITING and not young.pages and young.preemptions == 1
+    assert [r.index for r in made.queues.waiting] == [1, 2]
 
 
 def test_blocks_of_a_row_in_flight_are_held_until_it_is_released():
@@ -125,19 +127,19 @@ def test_blocks_of_a_row_in_flight_are_held_until_it_is_released():
     decoded(made, made.schedule(0))
     assert made.schedule(0).idle[0].request is r
     r.in_flight = True
-    made.end(r, "abort", 7)
-    assert r.state is State.LEAVING and made.pools[CPU_TIER].num_free == 2 and made.ended == []
-    made.end(r, "abort", 9)  # twice is once
-    made.released(r, 11)
-    assert made.pools[CPU_TIER].num_free == 4 and made.ended == [r] and r.end_ns in (7, 9)
+    made.finish.end(r, "abort", 7)
+    assert r.state is State.LEAVING and made.kv.pools[CPU_TIER].num_free == 2 and made.ended == []
+    made.finish.end(r, "abort", 9)  # twice is once
+    made.finish.released(r, 11)
+    assert made.kv.pools[CPU_TIER].num_free == 4 and made.ended == [r] and r.end_ns in (7, 9)
 
 
 def test_the_gpu_tier_is_filled_first_then_the_cpu_tier_then_the_queue():
     made = scheduler(2, 2, AsyncOverlap())
     add(made, *(request(i, 30) for i in range(3)))
     made.schedule(0)
-    assert [(r.index, r.tier) for r in made.running] == [(0, GPU_TIER), (1, CPU_TIER)]
-    assert [r.index for r in made.waiting] == [2]
+    assert [(r.index, r.tier) for r in made.queues.running] == [(0, GPU_TIER), (1, CPU_TIER)]
+    assert [r.index for r in made.queues.waiting] == [2]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from held_pages import check_pages
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import CapacityError
 from hybridattn.core.request import DeclaredTokens
 from hybridattn.core.shapes import ModelShape
-from hybridattn.core.stages import TIERS
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.priced_stages import PricedStages
@@ -38,16 +38,11 @@ def engine_for(policy, gpu_blocks, cpu_blocks, tokens=48, **options):
 
 def check(engine, arrived, refused, ended):
     """The invariants that hold after every step."""
-    scheduler = engine.scheduler
+    running = engine.scheduler.queues.running
     assert arrived == refused + ended + engine.unfinished
-    for tier in TIERS:
-        pool = scheduler.pools[tier]
-        held = [b for r in scheduler.running if r.tier == tier for b in r.blocks]
-        assert len(held) == len(set(held)) and len(held) <= pool.num_blocks
-        if not engine.executor.moves:
-            assert len(held) + pool.num_free == pool.num_blocks
-    assert len(scheduler.running) <= engine.config.max_num_seqs
-    assert all(r.num_output <= r.max_tokens for r in scheduler.running)
+    check_pages(engine)
+    assert len(running) <= engine.config.max_num_seqs
+    assert all(r.num_output <= r.max_tokens for r in running)
 
 
 def serve(policy, seed):
@@ -77,7 +72,7 @@ def serve(policy, seed):
         or refused
     )
     assert all(r.finish_reason == "length" for r in ended)
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
     assert all(a.end_ns <= b.start_ns for a, b in zip(steps, steps[1:], strict=False))
     fastest = min((p.end_ns - p.start_ns for p in steps if p.gpu_rows), default=1)
     made = sum(r.output_tokens for r in ended)

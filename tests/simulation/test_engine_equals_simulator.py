@@ -41,7 +41,7 @@ class MovingToy(ToyStages):
 
     def move(self, request, source, blocks, tokens):
         there, here = (self.gpu, self.cpu) if source == "gpu" else (self.cpu, self.gpu)
-        target = list(request.blocks)
+        target = list(request.pages.arriving)
 
         def copy():
             for layer in range(self.num_layers):
@@ -111,7 +111,7 @@ def serve_with_moves(seed, cpu_blocks):
     engine.run()
     spans = engine.drain()
     assert violations(spans) == []
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
     assert [r.token_ids[r.num_prompt :] for r in requests] == [reference(p, n, LAYERS) for p, n in jobs]
     return sum(s.name == "move k,v" for s in spans)
 

@@ -32,7 +32,7 @@ def served(policy, requests, gpu_blocks, cpu_blocks, prompt=60, output=40):
             break
         engine.step()
     assert not engine.unfinished, "requests take each other's pages in turns"
-    assert all(pool.num_free == pool.num_blocks for pool in engine.scheduler.pools.values())
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
     return engine.take_records().requests
 
 

@@ -13,7 +13,7 @@ from hybridattn.core.stages import GPU_TIER
 
 class MovingToyStages(ToyStages):
     def move(self, request, source: str, blocks: Sequence[int], tokens: int) -> Op:
-        there, here = list(blocks), list(request.blocks)
+        there, here = list(blocks), list(request.pages.arriving)
         lane, pools = (D2H, (self.gpu, self.cpu)) if source == GPU_TIER else (H2D, (self.cpu, self.gpu))
 
         def run() -> None:

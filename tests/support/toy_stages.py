@@ -80,7 +80,7 @@ class ToyStages:
         self.kv: dict[int, list[int]] = {}
         for i, s in enumerate(batch.segments):
             for p in range(s.start, s.start + s.num_tokens):
-                self.rows.append((i, p, s.request.token_ids[p], list(s.request.blocks)))
+                self.rows.append((i, p, s.request.token_ids[p], list(s.request.pages.on(s.tier))))
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         self.open_micro_batches += 1
@@ -89,7 +89,7 @@ class ToyStages:
 
     def replan(self, micro_batch: MicroBatch) -> None:
         self.plans[micro_batch.number] = [
-            ([] if i in micro_batch.dead else list(r.request.blocks), r.position, i in micro_batch.dead)
+            ([] if i in micro_batch.dead else list(r.request.pages.cold), r.position, i in micro_batch.dead)
             for i, r in enumerate(micro_batch.rows)
         ]
 
@@ -188,7 +188,7 @@ class ToyStages:
         return self._micro_batch_op("fetch_output", H2D, "copy", micro_batch, run)
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
-        blocks = list(segment.request.blocks)
+        blocks = list(segment.request.pages.cold)
 
         def run() -> None:
             self.staging = self.cpu.read(layer, blocks, segment.start)
@@ -200,7 +200,7 @@ class ToyStages:
     def offload_kv(self, layer: int, segment: Segment) -> Op:
         kv, rows, index = self.kv, self.rows, self.batch.segments.index(segment)
         assert segment.tier == CPU_TIER
-        blocks = list(segment.request.blocks)
+        blocks = list(segment.request.pages.cold)
 
         def run() -> None:
             for (i, p, _, _), value in zip(rows, kv[layer], strict=True):

@@ -2,24 +2,24 @@
 
     turn 0               pause                              turn 1
     |prefill|decode|end| K,V go down (gpu.d2h) ... K,V come up (gpu.h2d) |prefill of the new tokens|decode|
-                         ^ GPU blocks are free for others                  ^ nothing is computed again
+                         ^ GPU pages are free for others                  ^ nothing is computed again
 
-A context is kept by the finished request itself. It is only ever a cache: when somebody who runs needs the blocks, the
+A context is kept by the finished request itself. It is only ever a cache: when somebody who runs needs the pages, the
 one that has paused for the longest goes, and its session computes its history again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from hybridattn.core.page_table import GPU_TIER
 from hybridattn.core.request import DeclaredTokens, Request, State
-from hybridattn.core.stages import GPU_TIER
-from hybridattn.kv.blocks import BlockPool, blocks_for
 
 
 class Contexts:
-    """The contexts of one engine, those that paused first in front.
+    """The contexts of one engine, those that paused first in front. ``cut(request, tokens)`` frees the pages of a
+    request behind its first ``tokens`` tokens.
 
     Attributes
     ----------
@@ -27,11 +27,10 @@ class Contexts:
     evicted : contexts that gave way to running requests
     """
 
-    __slots__ = ("_held", "_page", "_pools", "evicted", "reused_tokens")
+    __slots__ = ("_cut", "_held", "evicted", "reused_tokens")
 
-    def __init__(self, pools: dict[str, BlockPool], page_size: int) -> None:
-        self._pools = pools
-        self._page = page_size
+    def __init__(self, cut: Callable[[Request, int], None]) -> None:
+        self._cut = cut
         self._held: dict[str, Request] = {}
         self.reused_tokens = 0
         self.evicted = 0
@@ -49,7 +48,7 @@ class Contexts:
         """A turn has ended: its K,V stay, but for pages beyond the last token that has any."""
         self.drop(request.session)
         request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
-        self._trim(request, request.num_computed)
+        self._cut(request, request.num_computed)
         request.state = State.PAUSED
         self._held[request.session] = request
 
@@ -62,21 +61,21 @@ class Contexts:
         if held is None:
             return None
         count = min(_common(held.token_ids, request.token_ids, held.num_computed), request.num_tokens - 1)
-        self._trim(held, count)
+        self._cut(held, count)
         self.reused_tokens += count
         return (held, count) if count else None
 
     def on_gpu(self) -> list[Request]:
-        """Those at rest on the GPU tier."""
-        return [r for r in self._held.values() if r.tier == GPU_TIER and not r.in_flight]
+        """Those at rest that hold pages of the GPU tier."""
+        return self._at_rest(GPU_TIER)
 
     def reclaimable(self, tier: str) -> int:
-        """Blocks of a tier that ``evict`` could free."""
-        return sum(len(r.blocks) for r in self._held.values() if r.tier == tier and not r.in_flight)
+        """Pages of a tier that ``evict`` could free."""
+        return sum(len(r.pages.on(tier)) for r in self._at_rest(tier))
 
     def evict(self, tier: str) -> bool:
-        """Free the blocks of the context that has paused for the longest on a tier; False when there is none."""
-        victim = next((r for r in self._held.values() if r.tier == tier and not r.in_flight), None)
+        """Drop the context that has paused for the longest of those with pages on a tier; False: there is none."""
+        victim = next(iter(self._at_rest(tier)), None)
         if victim is None:
             return False
         self.evicted += 1
@@ -84,19 +83,19 @@ class Contexts:
         return True
 
     def drop(self, session: str) -> None:
-        """Forget a context. On its way between the tiers it keeps its blocks until it has arrived."""
+        """Forget a context. On its way between the tiers it keeps its pages until it has arrived."""
         held = self._held.pop(session, None)
         if held is None:
             return
         held.state = State.FINISHED
         if not held.in_flight:
-            self._trim(held, 0)
+            self._cut(held, 0)
 
     def arrived(self, held: Request) -> None:
         """A context has come to the other tier."""
         held.in_flight = False
         if held.state is State.FINISHED:  # dropped meanwhile
-            self._trim(held, 0)
+            self._cut(held, 0)
 
     def clear(self) -> None:
         """Forget all, at once: nothing is in flight any more."""
@@ -104,11 +103,8 @@ class Contexts:
             held.in_flight = False
             self.drop(held.session)
 
-    def _trim(self, held: Request, tokens: int) -> None:
-        count = blocks_for(tokens, self._page)
-        if surplus := held.blocks[count:]:
-            self._pools[held.tier].free(surplus)
-            held.blocks = held.blocks[:count]
+    def _at_rest(self, tier: str) -> list[Request]:
+        return [r for r in self._held.values() if not r.in_flight and r.pages.on(tier)]
 
 
 def _common(held: Any, wanted: Any, limit: int) -> int:

@@ -1,0 +1,215 @@
+"""The KV manager: which page of which request lies on which tier, and who gets the next one.
+
+Every page of a tier is in exactly one place: free in its pool, in the page table of a running request, in that of a
+context (K,V that a session left behind), or on one of the two sides of a copy under way:
+
+    pages of the old tier    |---------- held, read by the copy ----------|free
+    pages of the new tier    |---------- held, written by the copy -------|read from now on
+    request                  |MOVING: no row of it runs                   |decodes on, prefills, or pauses
+    driver                   move                                         arrived
+
+Bookkeeping only: the bytes live in ``hybridattn.kv.storage``, copies are the executor's, queues are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.page_table import CPU_TIER, GPU_TIER, PageTable, other
+from hybridattn.core.request import Request, State
+from hybridattn.kv.blocks import BlockPool, blocks_for
+from hybridattn.kv.contexts import Contexts
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """All pages of a request on their way to the tier that it now names.
+
+    Attributes
+    ----------
+    source : the tier that they come from
+    pages : those that the copy reads, in order of position; it writes ``request.pages.arriving``
+    tokens : whose K,V is copied
+    then : what the request does next: decode on, prefill what a session's turn adds to its context, or pause
+    """
+
+    request: Request
+    source: str
+    pages: tuple[int, ...]
+    tokens: int
+    then: State
+
+
+class Victims(Protocol):
+    """What the manager asks of the scheduler when a tier is full: it knows no queues itself."""
+
+    def leaving(self, tier: str) -> bool:
+        """Some request will give its pages of the tier back by itself, soon."""
+        ...
+
+    def give_way(self, request: Request) -> bool:
+        """Take the pages of the youngest request of ``request``'s tier. False when ``request`` has to wait for them,
+        or was the youngest itself."""
+        ...
+
+
+class KVManager:
+    """Pools, page tables and contexts of one engine. Running requests come before contexts: these give their pages up
+    to whoever runs.
+
+    Attributes
+    ----------
+    pools : the free pages of each tier
+    contexts : K,V that sessions left behind
+    under_way : moves begun and not known to have arrived
+    """
+
+    __slots__ = ("_begun", "_page", "contexts", "pools", "under_way")
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._page = config.page_size
+        self.pools = {
+            GPU_TIER: BlockPool(GPU_TIER, config.gpu_kv_blocks, config.page_size),
+            CPU_TIER: BlockPool(CPU_TIER, config.cpu_kv_blocks, config.page_size),
+        }
+        self.contexts = Contexts(self.cut)
+        self.under_way: list[Move] = []
+        self._begun: list[Move] = []
+
+    # -- counts ------------------------------------------------------------------------------------------------------
+
+    def need(self, request: Request) -> int:
+        """Pages of all its known tokens."""
+        return blocks_for(request.num_tokens, self._page)
+
+    def need_at_most(self, request: Request) -> int:
+        """Pages of all tokens that it may ever hold."""
+        return blocks_for(request.max_cached, self._page)
+
+    def free(self, tier: str) -> int:
+        """Pages that are free, or that contexts would give up."""
+        return self.pools[tier].num_free + (self.contexts.reclaimable(tier) if self.contexts else 0)
+
+    # -- a request begins and ends -----------------------------------------------------------------------------------
+
+    def admit(self, request: Request, tier: str) -> None:
+        """Pages of all its known tokens on ``tier``. What its session's context holds of them is taken up; from the
+        other tier it has to come first, and the request is MOVING."""
+        request.tier = tier
+        taken = self.contexts.take(request.session, request) if request.session else None
+        if taken is not None:
+            held, request.num_computed = taken
+            request.pages, held.pages = held.pages, PageTable()
+            if held.tier != tier:
+                self._move(request, tier, self.need(request), State.PREFILL)
+                return
+        request.pages.append(tier, self._take(tier, self.need(request) - len(request.pages)))
+
+    def give_back(self, request: Request) -> None:
+        """All pages of a request: what it knows has to be computed again."""
+        self.cut(request, 0)
+        request.num_computed = 0
+
+    def cut(self, request: Request, tokens: int) -> None:
+        """Free its pages behind those of its first ``tokens`` tokens."""
+        if len(request.pages) > (count := blocks_for(tokens, self._page)):
+            for tier, pages in request.pages.cut(count).items():
+                self.pools[tier].free(pages)
+
+    def _take(self, tier: str, count: int) -> list[int]:
+        """``count`` pages; contexts give theirs up where too few are free."""
+        pool = self.pools[tier]
+        while pool.num_free < count and self.contexts.evict(tier):
+            pass
+        return pool.allocate(count)
+
+    # -- a request grows ---------------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, victims: Victims) -> bool:
+        """See to the page of a request's newest token; False when it must wait for one, or had to give its own.
+
+        When the tier is full, pages are asked for in this order: those that are on their way back, contexts of
+        sessions, the youngest request of the tier. So the oldest one always advances.
+        """
+        table, tier = request.pages, request.tier
+        while (len(table.cold) + len(table.hot)) * self._page < len(request.token_ids):
+            if self.pools[tier].num_free:
+                table.append(tier, self.pools[tier].allocate(1))
+            elif not self._make_room(request, victims):
+                return False
+        return True
+
+    def _make_room(self, request: Request, victims: Victims) -> bool:
+        """Free a page of the request's tier; False when it has to wait for one, or had to give its own."""
+        tier = request.tier
+        if victims.leaving(tier) or any(m.source == tier for m in self._begun):
+            return False
+        if self.contexts.evict(tier):
+            return True
+        if any(m.source == tier and m.then is State.PAUSED for m in self.under_way):
+            return False
+        return victims.give_way(request)
+
+    def steps_ahead(self, requests: Sequence[Request], steps: int) -> int:
+        """For how many of the next ``steps`` steps, each with a token for every request, the GPU tier has pages; a
+        lower bound, halved until they fit."""
+        free = self.pools[GPU_TIER].num_free
+        while steps > 0 and sum(self._missing(r, steps) for r in requests) > free:
+            steps //= 2
+        return steps
+
+    def reserve_ahead(self, requests: Sequence[Request], steps: int) -> None:
+        """Pages of the GPU tier for ``steps`` tokens more of each request than the newest that has its page; as many
+        steps as ``steps_ahead`` said, or fewer."""
+        for request in requests:
+            missing = self._missing(request, steps - 1)
+            if missing > 0:
+                request.pages.append(GPU_TIER, self.pools[GPU_TIER].allocate(missing))
+
+    def _missing(self, request: Request, more: int) -> int:
+        return blocks_for(request.num_tokens + more, self._page) - len(request.pages)
+
+    # -- between the tiers -------------------------------------------------------------------------------------------
+
+    def move(self, request: Request, tier: str) -> None:
+        """A request that decodes goes to ``tier``, with room for all its known tokens."""
+        request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
+        self._move(request, tier, self.need(request), State.DECODE)
+
+    def move_context(self, held: Request, tier: str) -> None:
+        """A context goes to ``tier``."""
+        self._move(held, tier, len(held.pages), State.PAUSED)
+
+    def _move(self, request: Request, tier: str, room: int, then: State) -> None:
+        table, source = request.pages, other(tier)
+        pages = tuple(table.on(source))
+        (table.move_down if tier == CPU_TIER else table.move_up)(len(pages), self._take(tier, room))
+        request.tier = tier
+        request.in_flight = True
+        if then is not State.PAUSED:
+            request.state = State.MOVING
+        move = Move(request, source, pages, request.num_computed, then)
+        self._begun.append(move)
+        self.under_way.append(move)
+
+    def take_begun(self) -> tuple[Move, ...]:
+        """Moves begun since the last call, whose copies are to be submitted."""
+        begun, self._begun = tuple(self._begun), []
+        return begun
+
+    def arrived(self, move: Move) -> None:
+        """The copy has ended: the pages that it read are free."""
+        self.under_way.remove(move)
+        self.pools[move.source].free(move.request.pages.arrive())
+        if move.then is State.PAUSED:
+            self.contexts.arrived(move.request)
+
+    def give_up(self) -> None:
+        """Nothing is in flight any more: pages that copies read go back, and every context is forgotten."""
+        for move in tuple(self.under_way):
+            self.arrived(move)
+        self._begun = []
+        self.contexts.clear()

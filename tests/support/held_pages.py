@@ -1,0 +1,20 @@
+"""Where every page of an engine is, after any step."""
+
+from __future__ import annotations
+
+
+def check_pages(engine):
+    """Every page is held once or free: by a request, by a context of a session, by one side of a copy under way."""
+    kv, queues = engine.kv, engine.scheduler.queues
+    on_their_way = [m.request for m in kv.under_way]  # a context that was dropped meanwhile is in no other place
+    holders = {id(r): r for r in [*queues.running, *kv.contexts, *on_their_way]}.values()
+    for tier, pool in kv.pools.items():
+        held = [page for r in holders for page in r.pages.held(tier)]
+        assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
+    assert all(not r.pages for r in queues.waiting)
+
+
+def check_empty(engine):
+    """Nobody is left and every page is free."""
+    assert engine.unfinished == 0 and not engine.kv.contexts and not engine.kv.under_way
+    assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
