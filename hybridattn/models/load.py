@@ -48,6 +48,7 @@ def load(name: str, dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> 
     with _as_input_error(source.folder):
         tokenizer = Tokenizer(source.folder)
         config = read_config(source.folder, tokenizer.eos_id, source.name)
+        tokenizer.model_vocab_size = config.shape.vocab_size
     return LoadedModel(config, load_weights(source.folder, config, dtype, device), tokenizer, source)
 
 

@@ -39,7 +39,10 @@ class Tokenizer:
     ----------
     bos_id, eos_id : the ids that tokenizer_config.json names, or None
     prefix_ids : what is put before every text: the BOS where one is due, else nothing
+    model_vocab_size : ids that the model has, where it is known; a text that needs another one is refused
     """
+
+    model_vocab_size: int | None = None
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -87,15 +90,30 @@ class Tokenizer:
             ``apply_chat_template`` returned, whose marks are control tokens
         control_tokens : control tokens that ``text`` spells out become their ids, a BOS at its start is the one that is
             due; only for text that no user has written
+
+        Raises
+        ------
+        InputError : ``text`` is no string, holds half of a character, or needs a token that the model does not have
         """
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
         _refuse_half_characters(text, "text")
         if isinstance(text, ChatText):
-            return self._after_prefix(list(text.token_ids))
+            return self._within_model(self._after_prefix(list(text.token_ids)))
         if control_tokens:
-            return self._after_prefix(self._spelled.encode(text, add_special_tokens=False).ids)
-        return [*self.prefix_ids, *self._backend.encode(text, add_special_tokens=False).ids]
+            return self._within_model(self._after_prefix(self._spelled.encode(text, add_special_tokens=False).ids))
+        return self._within_model([*self.prefix_ids, *self._backend.encode(text, add_special_tokens=False).ids])
+
+    def _within_model(self, ids: list[int]) -> list[int]:
+        """``ids``; InputError for one that the tokenizer knows and the model does not."""
+        size = self.model_vocab_size
+        if size is not None and ids and max(ids) >= size:
+            token = max(ids)
+            raise InputError(
+                f"the text needs the token {token} ({self.pieces.spelling(token)!r}) of the tokenizer, but the model "
+                f"has the tokens 0..{size - 1}"
+            )
+        return ids
 
     def _after_prefix(self, ids: list[int]) -> list[int]:
         """``ids`` behind what comes before every text, unless they begin with it."""
