@@ -2,7 +2,8 @@
 
 First come, first served: a head of the queue that cannot begin holds back those behind it. What does not fit into the
 rows of a step goes on in the next ones, from the K,V of the chunks before; for a request of the CPU tier these come up
-into one staging area, so only one such prompt is under way at a time.
+into one staging area, so only one such prompt is under way at a time. The oldest prompt takes all rows that are left:
+how long a short one may wait behind it is said in docs/limits.md.
 """
 
 from __future__ import annotations

@@ -41,12 +41,13 @@ class Swaps:
         self.wanted = can_move and policy.swap_in_below is not None
 
     def swap_in(self) -> None:
-        """Requests of the CPU tier move up while the GPU tier has room, the oldest first."""
-        pool, share = self._kv.pools[GPU_TIER], self._policy.swap_in_below
+        """Requests of the CPU tier move up while the GPU tier has room, the oldest first. Pages of contexts are room:
+        they give way to whoever runs."""
+        total, share = self._kv.pools[GPU_TIER].num_blocks, self._policy.swap_in_below
         assert share is not None
         for request in tuple(self._queues.idle):
             need = self._kv.need(request)
-            if pool.num_blocks - pool.num_free + need > share * pool.num_blocks:
+            if total - self._kv.free(GPU_TIER) + need > share * total:
                 return
             if request.state is State.DECODE and not request.in_flight:
                 self._move(request, GPU_TIER)

@@ -29,6 +29,7 @@ LAYERS, PAGE = 3, 16
 COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
 POLICIES = {
     "gpu_only": GpuOnly,
+    "gpu_only_swapping": lambda: GpuOnly(swap=True),
     "async_overlap": AsyncOverlap,
     "all_on_cpu": lambda: AsyncOverlap(1.0, max_micro_batches=2),
     "half_on_cpu": lambda: SyncOffload(0.5),
@@ -180,6 +181,19 @@ def test_a_running_request_takes_the_blocks_of_a_paused_one():
     engine.run()
     assert engine.kv.contexts.reused_tokens == 0
     assert again.token_ids[46:] == reference([1] * 45 + [3], 5, LAYERS)
+
+
+@pytest.mark.parametrize("moves_block", [False, True])
+def test_a_request_that_was_swapped_out_takes_the_pages_of_a_paused_one(moves_block):
+    """Pages of contexts are room for those that come back: nobody runs on the CPU tier of this policy."""
+    engine = build(GpuOnly(swap=True, moves_block=moves_block), gpu=6, cpu=6, pause_tier="gpu")
+    engine.add([1] * 40, 30, session="s")
+    out = engine.add([2] * 20, 40)
+    while out.tier == "gpu":
+        engine.step()
+    engine.run()  # the first leaves five of the six pages to its session
+    assert engine.kv.contexts.evicted == 1 and out.preemptions == 0
+    assert out.token_ids[20:] == reference([2] * 20, 40, LAYERS)
 
 
 def test_E22_only_tokens_that_are_the_same_from_the_start_are_found_again():

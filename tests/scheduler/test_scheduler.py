@@ -97,6 +97,20 @@ def test_a_prompt_above_the_token_budget_is_prefilled_in_chunks():
     assert seen == [(0, 100, False), (100, 100, False), (200, 50, True)]
 
 
+def test_a_short_prompt_behind_a_long_one_comes_within_the_bound_that_limits_md_names():
+    made = scheduler(80, max_num_batched_tokens=20, max_num_seqs=4)
+    (old,) = add(made, request(0, 1, max_tokens=100))
+    decoded(made, made.schedule(0))
+    _, short = add(made, request(1, 800), request(2, 10, max_tokens=2))
+    steps = 0
+    while not short.num_output:
+        output = made.schedule(0)
+        assert output.batch.segments[0].request is old  # who decodes goes on in every step
+        decoded(made, output)
+        steps += 1
+    assert steps == -(-810 // 19) <= -(-810 // (20 - 4 + 1))
+
+
 def test_one_chunked_prefill_for_the_cpu_tier_at_a_time():
     made = scheduler(0, 60, SyncOffload(cpu_fraction=1.0), max_num_batched_tokens=100, max_num_seqs=8)
     add(made, request(0, 150), request(1, 150), request(2, 30))
