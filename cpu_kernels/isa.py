@@ -63,11 +63,16 @@ class IsaChoice:
             raise ValueError(f"isa level {self.level!r} is unknown; known levels: {', '.join(LEVELS)}")
 
 
+def is_x86() -> bool:
+    """Whether this machine's instructions are those of x86-64."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def target_cpu(level: str) -> str:
     """Return the LLVM processor name that a level is compiled for (the same on every machine)."""
     if level != "portable":
         return _TARGETS[level]
-    return "x86-64" if platform.machine() in ("x86_64", "AMD64") else "generic"
+    return "x86-64" if is_x86() else "generic"
 
 
 @lru_cache(maxsize=4)

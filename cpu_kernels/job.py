@@ -9,6 +9,7 @@ from cpu_kernels.codegen.fields import JOB_WORDS, Fault
 from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.pool_state import SLICE_S
 
+POLLS_PER_LOOK = 512  # a poll costs less than a look at the workers' threads
 _DONE = int(Word.DONE)  # a plain integer: enum members cost time on each submit
 
 
@@ -33,6 +34,8 @@ class JobOwner(Protocol):
 
     def _cancel(self, job: Job) -> None: ...
 
+    def _end_if_deserted(self) -> None: ...
+
 
 class Job:
     """A submitted attention. Made by `WorkerPool.submit`.
@@ -42,7 +45,7 @@ class Job:
     """
 
     __slots__ = ("_pool", "_words", "_index", "_done_at", "_sequence", "_alive", "_plan", "_space", "_settled",
-                 "_error", "_start_ns", "_end_ns", "__weakref__")  # fmt: skip
+                 "_error", "_start_ns", "_end_ns", "_polls", "__weakref__")  # fmt: skip
 
     def __init__(
         self, pool: JobOwner, words: memoryview, index: int, sequence: int, plan: Any, space: Any, alive: Any
@@ -51,6 +54,7 @@ class Job:
         self._done_at, self._sequence = index * JOB_WORDS + _DONE, sequence
         self._plan, self._space, self._alive = plan, space, alive
         self._settled = False
+        self._polls = 0
         self._error: WorkerError | None = None
         self._start_ns: int | None = None
         self._end_ns: int | None = None
@@ -60,7 +64,10 @@ class Job:
         if self._settled:
             return True
         if self._words[self._done_at] < self._sequence:
-            return False
+            self._polls += 1
+            if not self._polls % POLLS_PER_LOOK:
+                self._pool._end_if_deserted()
+            return self._settled
         self._pool._settle(self)
         return True
 

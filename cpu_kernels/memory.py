@@ -86,7 +86,19 @@ def _touch(buffer: np.ndarray, cpus: tuple[int, ...]) -> None:
         t.join()
 
 
-def pin_this_thread(cpu: int) -> None:
-    """Bind the calling thread to one CPU where the system allows it."""
-    if hasattr(os, "sched_setaffinity"):
+def may_pin() -> bool:
+    """Whether this system lets a thread choose its CPUs: sandboxes refuse even the choice it has already."""
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def pin_this_thread(cpu: int) -> bool:
+    """Bind the calling thread to one CPU; where the system refuses, it runs unpinned and False is returned."""
+    try:
         os.sched_setaffinity(0, {cpu})
+    except (OSError, AttributeError):
+        return False
+    return True

@@ -12,9 +12,11 @@ class 0 before class 1.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from typing import Any
@@ -24,8 +26,10 @@ from cpu_kernels.codegen.fields import JOB_WORDS, Ctl, Fault
 from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
 from cpu_kernels.job import Job, PoolClosed, error_of
+from cpu_kernels.memory import may_pin
 from cpu_kernels.pool_state import JOB_BYTES, MAX_JOBS, PoolState, close_forgotten, natives, worker_thread
 
+NO_WORKER = "the pool has no living worker; one that came through a fork has none: make a pool in the new process"
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
 # Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
 _HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
@@ -70,13 +74,27 @@ class WorkerPool:
         self._sequence = 0
         self._closed = False
         self._push, self.push_address = natives()[1:]
-        for number, cpu in enumerate(self.cpus):
-            thread = threading.Thread(
-                target=worker_thread, args=(self._shared, cpu), name=f"cpu_kernels-{number}", daemon=True
-            )
-            self._shared.threads.append(thread)
-            thread.start()
+        self._start_workers()
+        _pools.add(self)
         self._finalizer = weakref.finalize(self, close_forgotten, self._shared)
+
+    def _start_workers(self) -> None:
+        pinned = may_pin()
+        if not pinned:
+            _warn_unpinned()
+        try:
+            for number, cpu in enumerate(self.cpus):
+                thread = threading.Thread(
+                    target=worker_thread,
+                    args=(self._shared, cpu if pinned else None),
+                    name=f"cpu_kernels-{number}",
+                    daemon=True,
+                )
+                thread.start()
+                self._shared.threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self._shared.stop(5.0)
+            raise
 
     @property
     def num_workers(self) -> int:
@@ -170,6 +188,8 @@ class WorkerPool:
         with self._lock:  # not after close has failed what was left
             if self._closed:
                 raise PoolClosed("the pool is closed")
+            if not self._shared.living():
+                raise PoolClosed(NO_WORKER)
             self._push(self.descriptor(job))
 
     def descriptor(self, job: Job) -> int:
@@ -180,6 +200,8 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 raise PoolClosed("the pool is closed")
+            if not self._shared.living():
+                raise PoolClosed(NO_WORKER)
             self._sweep()
             if not self._free:
                 raise RuntimeError(f"{MAX_JOBS} jobs are in flight already; wait for one before submitting more")
@@ -208,7 +230,18 @@ class WorkerPool:
             self._free.append(job._index)
             job._settled = True
 
+    def _end_if_deserted(self) -> None:
+        """Fail what can never end because no worker is left, so that whoever polls or waits goes on."""
+        if self._shared.living():
+            return
+        with self._lock:
+            for lane in self._flying:
+                for job in [job for job in lane if not job._settled]:
+                    if self._shared.words[job._done_at] < job._sequence:
+                        self._fail(job)
+
     def _sleep_on(self, job: Job, timeout_s: float) -> None:
+        self._end_if_deserted()
         words = self._shared.words
         words[job._index * JOB_WORDS + Word.WAITERS] = 1
         seen = words[job._done_at]
@@ -274,6 +307,31 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_warned: list[bool] = []
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _warn_unpinned() -> None:
+    """Once a process: it is no fault, only slower where threads wander between memories."""
+    if not _warned:
+        _warned.append(True)
+        warnings.warn(
+            "this system does not let threads choose their CPUs (sched_setaffinity is refused): workers run unpinned",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _after_fork() -> None:
+    """A lock may have been held by a thread that the new process does not have."""
+    for pool in list(_pools):
+        pool._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _choose_cpus(num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:

@@ -93,6 +93,10 @@ class PoolState:
                 thread.join(min(SLICE_S, max(0.0, limit - time.monotonic())))
         return not any(thread.is_alive() for thread in self.threads)
 
+    def living(self) -> bool:
+        """Whether a worker is there to run anything; after a fork there is none in the child."""
+        return any(thread.is_alive() for thread in self.threads)
+
 
 def worker_thread(shared: PoolState, cpu: int | None) -> None:
     if cpu is not None:

@@ -115,7 +115,24 @@ def worker_cpus(topology: Topology, num_workers: int | None = None, reserve: int
             stacklevel=2,
         )
     free = topology.order[reserve:] or topology.order
-    return tuple(free[i % len(free)] for i in range(count))
+    return tuple(_evenly(topology, free, count)[i % min(count, len(free))] for i in range(count))
+
+
+def _evenly(topology: Topology, free: tuple[int, ...], count: int) -> list[int]:
+    """The first `count` of `free`, or fewer if it is shorter, taken from the NUMA nodes in turn, physical cores first.
+
+    Memory is spread over all nodes, so 42 of 48 cores on two nodes are 21 and 21, not 24 and 18.
+    """
+    leaders = set(topology.order[: topology.num_cores])
+    taken: list[int] = []
+    for cores in (True, False):
+        nodes: dict[int, list[int]] = {}
+        for cpu in free:
+            if (cpu in leaders) == cores:
+                nodes.setdefault(topology.node_of(cpu), []).append(cpu)
+        for turn in range(max(map(len, nodes.values()), default=0)):
+            taken += [cpus[turn] for cpus in nodes.values() if turn < len(cpus)]
+    return sorted(taken[:count], key=free.index)
 
 
 def _text(path: Path) -> str:

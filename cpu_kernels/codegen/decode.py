@@ -52,13 +52,14 @@ class DecodeKernel:
         module = Module()
         f = module.function("decode", (PTR, I64, I64))
         job, first, last = f.args
-        self.k = k = Frame(f, job, self.layout, self.level, self.group, self.tuning)
-        self.math = page_math(k, self.emulate_amx)
-        self._take_state()
-        self.math.begin(k)
-        with f.loop(first, last) as unit:
-            self._unit(unit)
-        self.math.end(k)
+        with f.default_floats():
+            self.k = k = Frame(f, job, self.layout, self.level, self.group, self.tuning)
+            self.math = page_math(k, self.emulate_amx)
+            self._take_state()
+            self.math.begin(k)
+            with f.loop(first, last) as unit:
+                self._unit(unit)
+            self.math.end(k)
         return module.text()
 
     def _take_state(self) -> None:

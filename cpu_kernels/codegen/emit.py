@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cpu_kernels import isa
 from cpu_kernels.codegen.values import I32, I64, PTR, Number, Value, Var, literal, natural_align
 
 
@@ -92,6 +93,19 @@ class Function:
     def prefetch(self, pointer: Value, locality: int) -> None:
         self.module.declare("llvm.prefetch.p0", "void", (PTR, I32, I32, I32))
         self.do(f"call void @llvm.prefetch.p0(ptr {pointer.name}, i32 0, i32 {locality}, i32 1)")
+
+    @contextmanager
+    def default_floats(self) -> Iterator[None]:
+        """Round to nearest and keep subnormals in what follows, whatever the caller's control word says (x86)."""
+        if not isa.is_x86():
+            yield
+            return
+        before, wanted = self.buffer(4), self.buffer(4)
+        self.call("void", "llvm.x86.sse.stmxcsr", before)
+        self.store(self.const(I32, 0x1F80), wanted)
+        self.call("void", "llvm.x86.sse.ldmxcsr", wanted)
+        yield
+        self.call("void", "llvm.x86.sse.ldmxcsr", before)
 
     # ------------------------------------------------------------------ control
     def label(self, name: str) -> None:

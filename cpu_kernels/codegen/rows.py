@@ -205,24 +205,25 @@ def build_moves(layout: Layout, level: str) -> str:
     for name in ("append", "gather"):
         f = module.function(name, args)
         base, page_bytes, heads, slots, n, k, k_row, k_head, k_page, v, v_row, v_head, v_page, period, code = f.args
-        codec = RowCodec(f, layout, level, LANES)
-        i = f.var(I64, 0)
-        with f.forever() as done:
-            now = i.get()
-            with f.when(now >= n):
-                f.leave(done)
-            slot, whole = _slot_of(f, name, slots, now, n, layout)
-            turn, inside = now // period, now % period
-            rows = k.at(turn * k_page + inside * k_row), v.at(turn * v_page + inside * v_row)
-            page, offset = base.at((slot // layout.page_size) * page_bytes), slot % layout.page_size
-            with f.when(slot >= 0):
-                with f.loop(0, heads) as h:
-                    block, plain = page.at(h * layout.head_bytes), (rows[0].at(h * k_head), rows[1].at(h * v_head))
-                    with f.either(whole) as tile:
-                        codec.tile(block, offset, plain, (k_row, v_row), code, name == "append")
-                        tile.otherwise()
-                        (codec.write if name == "append" else codec.read)(block, offset, *plain, code)
-            i.set(now + whole.select(f.const(I64, LANES), 1))
+        with f.default_floats():
+            codec = RowCodec(f, layout, level, LANES)
+            i = f.var(I64, 0)
+            with f.forever() as done:
+                now = i.get()
+                with f.when(now >= n):
+                    f.leave(done)
+                slot, whole = _slot_of(f, name, slots, now, n, layout)
+                turn, inside = now // period, now % period
+                rows = k.at(turn * k_page + inside * k_row), v.at(turn * v_page + inside * v_row)
+                page, offset = base.at((slot // layout.page_size) * page_bytes), slot % layout.page_size
+                with f.when(slot >= 0):
+                    with f.loop(0, heads) as h:
+                        block, plain = page.at(h * layout.head_bytes), (rows[0].at(h * k_head), rows[1].at(h * v_head))
+                        with f.either(whole) as tile:
+                            codec.tile(block, offset, plain, (k_row, v_row), code, name == "append")
+                            tile.otherwise()
+                            (codec.write if name == "append" else codec.read)(block, offset, *plain, code)
+                i.set(now + whole.select(f.const(I64, LANES), 1))
     return module.text()
 
 

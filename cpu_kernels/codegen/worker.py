@@ -13,6 +13,8 @@ and the next chunk together, so its add either fails (nothing left) or claims a 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from cpu_kernels.codegen.emit import Function, Module
 from cpu_kernels.codegen.fields import RING_SLOTS, Ctl, Fault, Job
 from cpu_kernels.codegen.values import I32, I64, PTR, Value, Var
@@ -104,12 +106,12 @@ def _emit_push(module: Module, x86: bool) -> None:
 
 
 def _emit_worker(module: Module, x86: bool) -> None:
-    """``worker(ctl)``: run chunks until STOP."""
+    """``worker(ctl)``: run chunks until STOP, with the default floating-point control also for kernels of others."""
     f = module.function("worker", (PTR,))
     ctl = f.args[0]
     at = Atomics(f, ctl)
     job = f.var(PTR, Value(f, PTR, "null"))
-    with f.forever() as stopped:
+    with f.default_floats() if x86 else nullcontext(), f.forever() as stopped:
         signal = at.get(ctl, Ctl.SIGNAL, "seq_cst")
         with f.when(at.get(ctl, Ctl.STOP).ne(0)):
             f.leave(stopped)

@@ -331,3 +331,126 @@ def test_a_forgotten_pool_ends_its_threads(problem: Any) -> None:
     gc.collect()
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+IN_A_PROCESS = """
+import os, sys, time, warnings
+import numpy as np
+import cpu_kernels as ck
+from cpu_kernels.job import PoolClosed
+pages = ck.KVPages(2, 1, 64, 32, huge_pages=False)
+plan = ck.plan_decode(pages, [[0]], [5], 1)
+q = np.ones((1, 1, 64), np.float32)
+"""
+
+
+def in_a_process(code: str) -> str:
+    root = Path(ck.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS + code], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_where_pinning_is_refused_workers_run_unpinned_with_one_warning() -> None:
+    code = """
+def deny(*_): raise PermissionError(1, "Operation not permitted")
+os.sched_setaffinity = deny
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        with ck.WorkerPool(1) as pool:
+            pool.submit(plan, q, q.copy()).wait(60)
+    ck.KVPages(70000, 1, 64, 32, huge_pages=False)  # large enough to be touched by pinned threads
+print([str(w.message) for w in seen if "choose their CPUs" in str(w.message)])
+"""
+    assert in_a_process(code).count("workers run unpinned") == 1
+
+
+def test_a_pool_that_came_through_a_fork_ends_its_jobs_and_refuses_new_ones() -> None:
+    code = """
+warnings.simplefilter("ignore")  # newer Pythons warn of forks with threads
+pool = ck.WorkerPool(1)
+job = pool.submit(plan, q, q.copy(), fault="hang")
+child = os.fork()
+if not child:
+    limit = time.monotonic() + 60
+    while not job.done() and time.monotonic() < limit:  # a poll loop ends
+        pass
+    said = [type(job.error).__name__]
+    for call in (lambda: pool.submit(plan, q, q.copy()), lambda: job.wait(1)):
+        try:
+            call()
+        except PoolClosed as error:
+            said.append("refused" if "no living worker" in str(error) else "ended")
+    pool.close()
+    with ck.WorkerPool(1) as own:
+        own.submit(plan, q, q.copy()).wait(60)
+    print(*said, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(job.done())
+pool.release_faults()
+while not job.done():
+    pass
+pool.close()
+"""
+    assert in_a_process(code).split() == ["PoolClosed", "refused", "ended", "False"]
+
+
+def test_a_wait_ends_when_the_workers_are_gone(problem: Any) -> None:
+    p = problem([40])
+    pool = ck.WorkerPool(1)
+    pool._shared.stop(10)  # as if the threads had died
+    with pytest.raises(ck.PoolClosed, match="no living worker"):
+        pool.submit(p.plan(), p.q, p.out)
+    pool._shared.living = lambda: True  # type: ignore[method-assign]
+    job = pool.submit(p.plan(), p.q, p.out)
+    del pool._shared.living
+    with pytest.raises(ck.PoolClosed):
+        job.wait(60)
+    pool.close()
+
+
+def test_no_more_threads_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def second_fails(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"), pytest.warns(UserWarning):
+        ck.WorkerPool(64)
+    started[0].join(10)
+    assert not started[0].is_alive()
+
+
+def test_flush_to_zero_in_the_caller_changes_no_bit(problem: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    tiny = (rng.standard_normal((64, 2, 64)) * 1e-39).astype(np.float32)
+    results = []
+    try:
+        for flush in (False, True):
+            p = problem([64], heads=2, dtype="fp32", poison=False)
+            torch.set_flush_denormal(flush)
+            slots = p.table[0].repeat(32) * 32 + np.tile(np.arange(32), 2)
+            ck.append_kv(p.pages, 0, tiny, tiny, slots)
+            p.plan().run(p.q, p.out, p.lse)
+            by_run = p.out.copy()
+            with ck.WorkerPool(1) as pool:
+                pool.submit(p.plan(), p.q, p.out).wait(60)
+            results += [by_run, p.out.copy()]
+            half = np.zeros((64, 2, 64), np.float32)
+            ck.gather_kv(p.pages, 0, p.table[0], 64, half, half.copy())
+            results.append(half[..., :64].reshape(1, -1, 64)[:, :4])
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.abs(results[0]).max() > 0
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[3])
+    assert np.array_equal(results[3], results[4]) and np.array_equal(results[2], results[5])

@@ -108,6 +108,16 @@ def test_numa_nodes(tmp_path: Path) -> None:
     assert here.numa == ((0, (2, 3)), (1, (4, 5))) and here.node_of(5) == 1 and here.node_of(99) == 0
 
 
+def test_fewer_workers_than_cores_are_shared_out_over_the_nodes(tmp_path: Path) -> None:
+    here = topology.read(machine(tmp_path, allowed="0-47", nodes={0: "0-23", 1: "24-47"}))
+    chosen = topology.worker_cpus(here, 42)
+    assert chosen == (*range(21), *range(24, 45))
+    assert topology.worker_cpus(here) == tuple(range(48))
+    assert [here.node_of(c) for c in topology.worker_cpus(here, 41, reserve=3)].count(0) == 21
+    one = topology.read(machine(tmp_path / "one", allowed="0-7"))
+    assert topology.worker_cpus(one, 5) == (0, 1, 2, 3, 4)
+
+
 def test_this_machine_can_be_read() -> None:
     here = topology.read()
     assert here.allowed and here.usable >= 1 and set(here.order) == set(here.allowed)
