@@ -18,6 +18,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,20 +119,41 @@ def _read(path: Path) -> bytes | None:
     return body if hashlib.sha256(body).digest() == digest else None
 
 
-def _write(path: Path, body: bytes) -> None:
+def _write(path: Path, body: bytes) -> str | None:
+    """Keep an object file; or why that cannot be, in one clause."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
-    except OSError:
-        return
+    except OSError as error:
+        return f"{path.parent} cannot be written ({error.strerror or error})"
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(body).digest() + body)
         os.replace(name, path)
-    except OSError:  # a full disk
+    except OSError as error:  # a full disk
         with suppress(OSError):
             os.unlink(name)
+        return f"{path.parent} cannot be written ({error.strerror or error})"
+    return None
+
+
+class CacheWarning(UserWarning):
+    """Compiled kernels cannot be kept."""
+
+
+_told: list[str] = []
+
+
+def _say_once(why: str | None) -> None:
+    if why is not None and not _told:
+        _told.append(why)
+        warnings.warn(
+            f"CPU kernels are compiled again at each start: {why}; set CPU_KERNELS_CACHE to a folder that can be "
+            f"written",
+            CacheWarning,
+            stacklevel=3,
+        )
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -171,10 +193,11 @@ def load(ir: str, names: tuple[str, ...], target: Target) -> Loaded:
             folder = cache_dir()
             path = None if folder is None else folder / f"{key}.o"
             body = None if path is None else _read(path)
-            hit = body is not None
+            hit, why = body is not None, None
             if body is None:
                 body = compile_object(ir, target)
-                if path is not None:
-                    _write(path, body)
+                why = "no home folder is known" if path is None else _write(path, body)
             found = _loaded[key] = Loaded(body, names, key, hit)
+            if not hit:
+                _say_once(why)
     return found

@@ -57,10 +57,14 @@ def test_a_user_without_a_home_has_none(nobody, monkeypatch):
 
 def test_kernels_compile_without_a_cache(nobody, monkeypatch):
     monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(jit, "_told", [])
     ir = "define i32 @three() {\n ret i32 3\n}\n"
-    assert not jit.load(
-        ir, ("three",), jit.Target("x86-64" if os.uname().machine == "x86_64" else "generic")
-    ).from_cache
+    target = jit.Target("x86-64" if os.uname().machine == "x86_64" else "generic")
+    told = "compiled again at each start: no home folder is known; set CPU_KERNELS_CACHE to a folder"
+    with pytest.warns(jit.CacheWarning, match=told):
+        assert not jit.load(ir, ("three",), target).from_cache
+    jit._loaded.clear()
+    jit.load(ir, ("three",), target)  # and said once: a warning is an error here
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
@@ -129,5 +133,5 @@ def test_half_written_kernels_go(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", full)
-    jit._write(tmp_path / "l.o", b"code")
+    assert jit._write(tmp_path / "l.o", b"code") == f"{tmp_path} cannot be written (disk full)"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["k.o", "new.part"]
