@@ -122,7 +122,15 @@ class KVDtype:
 
         A slot outside may hold NaN, which must not meet its weight 0. Rows of one position hold no other.
         """
-        return None
+        if self.per_lane == 1:
+            return None
+        bits = row.fn.const(I32, 0)
+        for j in range(self.per_lane):
+            size = 32 // self.per_lane
+            inside = (row * self.per_lane + j >= edge[0]) & (row * self.per_lane + j < edge[1])
+            ones = ((1 << size) - 1) << (size * j)
+            bits = bits | inside.select(row.fn.const(I32, ones - (2**32 if ones >> 31 else 0)), 0)
+        return bits.splat(LANES)
 
 
 class Bf16(KVDtype):
@@ -197,6 +205,9 @@ class Int8(KVDtype):
     def factors(self, line: Value, level: str) -> list[Value]:
         return [(line << (24 - 8 * j)).ashr(24).cast("sitofp", vec(LANES, F32)) for j in range(4)]
 
+    def mask(self, row: Value, edge: tuple[Value, Value]) -> Value | None:
+        return None  # no code is a NaN
+
 
 class Fp8(KVDtype):
     """OCP E4M3: 4 bits of exponent, 3 of mantissa, largest 448, NaN but no infinity; ``code = e4m3(x / scale)``.
@@ -253,13 +264,6 @@ class Fp8(KVDtype):
         high = high | (line & (0x80808080 - 2**32))
         even, odd = 0x00FF00FF, 0xFF00FF00 - 2**32
         return [(low & even) | ((high << 8) & odd), ((low >> 8) & even) | (high & odd)]
-
-    def mask(self, row: Value, edge: tuple[Value, Value]) -> Value | None:
-        bits = row.fn.const(I32, 0)
-        for j in range(4):
-            inside = (row * 4 + j >= edge[0]) & (row * 4 + j < edge[1])
-            bits = bits | inside.select(row.fn.const(I32, (0xFF << 8 * j) - (2**32 if j == 3 else 0)), 0)
-        return bits.splat(LANES)
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -10,7 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu_kernels import KVPages, WorkerPool, append_kv, backends, from_bf16, plan_decode, reference, to_bf16
+from cpu_kernels import (
+    KVPages,
+    WorkerPool,
+    append_kv,
+    backends,
+    dtypes,
+    from_bf16,
+    isa,
+    plan_decode,
+    reference,
+    to_bf16,
+    unpack,
+)
 from experiments.run import main
 
 DOC = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -22,16 +35,35 @@ def mine(tmp_path, monkeypatch):
     text = DOC.read_text()
     blocks = re.findall(r"as\s+`mine/([\w/.]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [
-        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "plain.py",
-        "streaming.py",
+        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "e5m2.py",
+        "plain.py", "streaming.py",
     ]  # fmt: skip
     for name, code in blocks:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("patient", "bursts", "my_points", "plain", "streaming"):
+    for name in ("patient", "bursts", "my_points", "e5m2", "plain", "streaming"):
         sys.modules.pop(name, None)
+
+
+def test_a_dtype_of_ones_own_is_stored_and_attended_to_on_every_level(mine):
+    importlib.import_module("e5m2")
+    pages = KVPages(3, 2, 64, 32, "fp8_e5m2", huge_pages=False)
+    draw = np.random.default_rng(0)
+    k, v = (draw.standard_normal((70, 2, 64)).astype(np.float32) for _ in range(2))
+    v[69:] = np.nan  # behind the row's end
+    append_kv(pages, 0, k, v, np.arange(70))
+    stored, values = unpack(pages, 0, [0, 1, 2])
+    assert np.abs(stored[0, :, :5].swapaxes(0, 1) / k[:5] - 1).max() < 0.13
+    kind = dtypes.kind_of("fp8_e5m2")
+    assert np.array_equal(stored[0, 1], kind.decode(kind.encode(k[:32, 1])))
+    q, out = draw.standard_normal((1, 4, 64)).astype(np.float32), np.empty((1, 4, 64), np.float32)
+    want, _ = reference.decode_reference(q, stored, values, np.array([[0, 1, 2]]), np.array([69]))
+    for level in isa.detect().available:
+        plan_decode(pages, [[0, 1, 2]], [69], 4, isa=level).run(q, out)
+        assert np.abs(out - want).max() < 1e-5
+    del dtypes.KINDS["fp8_e5m2"]
 
 
 def rows(mine, name):
