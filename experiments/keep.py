@@ -14,7 +14,8 @@ from typing import Any
 from experiments.results import ResultFolder
 from hybridattn.core.errors import InputError
 
-HERE = ("results_root=", "resume=", "hydra.", "paths=")  # where it ran, which is nothing to repeat
+# Where and how it ran, which is nothing to repeat.
+HERE = ("results_root=", "resume=", "hydra.", "hydra/", "launcher=", "paths=", "paths.")
 
 
 def kept(folder: ResultFolder) -> tuple[str, str]:

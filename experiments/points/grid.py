@@ -31,12 +31,18 @@ WARMUP, STEPS = 40, 80
 SETTLE = 160  # steps before an adaptive run is measured: planning, learning, the guard
 LIMITS = Limits(1.25, 15.0)
 MISJUDGED = (0.75, 1.25)  # real over believed CPU speed
-AXES = ("settings.place", "settings.cpu_gb_s", "settings.ratio")
+# The axes of the sweep, in whose order every second cell has prompts.
+PLACES = (
+    "t4/llama2-7b/400", "t4/llama2-7b/800", "a10/llama3.1-8b/1000", "a10/llama3.1-8b/4000",
+    "a10/llama2-7b/400", "a10/llama2-7b/1000", "a100/llama3.1-8b/1000", "a100/llama3.1-8b/8000",
+    "a100/llama2-7b/1000", "a100/llama2-7b/4000", "h200/llama3.1-8b/2000", "h200/llama3.1-8b/16000",
+)  # fmt: skip
+CPU_GB_S, RATIOS = (40.0, 100.0, 400.0), (1.0, 4.0, 16.0)
 
 
 @dataclass
 class GridSettings(CellSettings):
-    """``alternating``: only every second cell of the sweep, as on a chessboard, has prompts for outputs of ``output``
+    """``alternating``: only every second cell of the grid, as on a chessboard, has prompts for outputs of ``output``
     tokens; the others have none."""
 
     alternating: bool = False
@@ -45,7 +51,7 @@ class GridSettings(CellSettings):
 @experiment(GridSettings)
 def point(app: App, settings: GridSettings) -> dict[str, Any]:
     """One row: a cell with all its columns."""
-    s = replace(settings, output=None) if settings.alternating and not _odd(app, settings) else settings
+    s = replace(settings, output=None) if settings.alternating and not _odd(settings) else settings
     cell, predict = Cell.of(s), by_simulation()
     fixed = measure_fixed(cell)
     alone = fixed[0][1]
@@ -71,20 +77,14 @@ def point(app: App, settings: GridSettings) -> dict[str, Any]:
     return row
 
 
-def _odd(app: App, s: GridSettings) -> bool:
-    """Whether a cell is a dark one of the board that the axes of the experiment file span."""
-    at = 0
-    for key in AXES:
-        values = [v.strip() for v in str(app.sweep.get(key, "")).split(",")]
-        own = getattr(s, key.partition(".")[2])
-        text = own if isinstance(own, str) else f"{own:g}"
-        if text not in values:
-            raise InputError(
-                f"settings.alternating goes by the place of a cell among {', '.join(AXES)} of the experiment file, "
-                f"where {key}={text} is not; set settings.alternating=false and settings.output"
-            )
-        at += values.index(text)
-    return at % 2 == 1
+def _odd(s: GridSettings) -> bool:
+    """Whether a cell of the grid is a dark one of the board."""
+    if s.place not in PLACES or s.cpu_gb_s not in CPU_GB_S or s.ratio not in RATIOS:
+        raise InputError(
+            f"{s.place} at {s.cpu_gb_s} GB/s and {s.ratio:g}:1 is no cell of the grid, which "
+            "settings.alternating goes by: set settings.alternating=false and settings.output"
+        )
+    return (PLACES.index(s.place) + CPU_GB_S.index(s.cpu_gb_s) + RATIOS.index(s.ratio)) % 2 == 1
 
 
 def measure_fixed(cell: Cell, cpu_factor: float = 1.0) -> list[tuple[Layout, Steady]]:

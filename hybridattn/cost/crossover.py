@@ -250,7 +250,7 @@ def _overlap_tables() -> list[str]:
 
 
 def report() -> str:
-    """The tables of ``docs/crossover.md``."""
+    """The tables of ``docs/results/closed_forms.md``."""
     return "\n".join(_eq6_tables() + _bound_tables() + _overlap_tables())
 
 

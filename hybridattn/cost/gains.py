@@ -12,10 +12,8 @@ import math
 from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
-from hybridattn.core.op import CPU, D2H, GPU, H2D
+from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import overlap_advance
-from hybridattn.cost.pricing import Pricing
-from hybridattn.cost.stages_cost import ModelCost
 
 STRATEGIES = ("gpu_only", "sync_offload", "asymmetric", "async_overlap")
 
@@ -46,11 +44,10 @@ class Layout:
     gpu_rows, cpu_rows : int
         Decoding requests whose KV is on the GPU and on the CPU tier.
     context : int
-        Keys that each attends to.
+        K,V tokens that each attends to.
     """
 
-    cost: ModelCost
-    pricing: Pricing
+    costs: Costs
     gpu_rows: int
     cpu_rows: int
     context: int
@@ -61,46 +58,37 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        return self.cost.shape.num_layers
+        return self.costs.num_layers
 
-    def linear_ns(self, rows: float) -> float:
+    def linear_ns(self, rows: float) -> int:
         """Linear stages of all layers and the head for ``rows`` rows (rounded up)."""
-        n = math.ceil(rows)
-        if n == 0:
-            return 0.0
-        works = (self.cost.first(n), self.cost.last(n, n))
-        ends = sum(self.pricing.work_ns(GPU, w) for w in works)
-        return ends + (self.num_layers - 1) * self.pricing.work_ns(GPU, self.cost.linear(n))
+        return self.costs.step_linear_ns(math.ceil(rows))
 
     @property
-    def attention_ns(self) -> float:
+    def attention_ns(self) -> int:
         """Attention of the GPU rows in all layers."""
-        if not self.gpu_rows:
-            return 0.0
-        work = self.cost.decode_attention(self.gpu_rows, self.gpu_rows * self.context)
-        return float(self.num_layers * self.pricing.work_ns(GPU, work))
+        return self.num_layers * self.costs.attention_ns(self.gpu_rows, self.gpu_rows * self.context)
 
     @property
-    def step_ns(self) -> float:
-        """Iteration without CPU rows (P)."""
+    def step_ns(self) -> int:
+        """A step without CPU rows (P)."""
         return self.linear_ns(self.gpu_rows) + self.attention_ns
 
     @property
+    def together(self) -> int:
+        """Rows of a micro-batch of all CPU rows, at most 64."""
+        return min(max(self.cpu_rows, 1), 64)
+
+    @property
     def cpu_token_ns(self) -> float:
-        """CPU time for one token of one request, all layers (1 / N_C), in micro-batches of all CPU rows, at most 64."""
-        rows = min(max(self.cpu_rows, 1), 64)
-        work = self.cost.decode_attention(rows, rows * self.context)
-        return self.num_layers * self.pricing.work_ns(CPU, work) / rows
+        """CPU time for one token of one request, all layers (1 / N_C)."""
+        return self.num_layers * self.costs.cpu_ns(self.together, self.together * self.context) / self.together
 
     @property
     def copy_token_ns(self) -> float:
         """Time of the busier copy lane for one token of one request, all layers."""
-        rows = min(max(self.cpu_rows, 1), 64)
-        down, up = (
-            self.pricing.work_ns(D2H, self.cost.send_qkv(rows)),
-            self.pricing.work_ns(H2D, self.cost.fetch_output(rows)),
-        )
-        return self.num_layers * max(down, up) / rows
+        slower = max(self.costs.down_ns(self.together), self.costs.up_ns(self.together))
+        return self.num_layers * slower / self.together
 
 
 def predict(layout: Layout, view: View) -> dict[str, float]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybridattn.core.errors import InputError
-from hybridattn.core.op import GPU
 from hybridattn.core.shapes import ModelShape
+from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import capacity_gain_bound
 from hybridattn.cost.gains import STRATEGIES, VIEWS, Layout, predict
 from hybridattn.cost.machine import machine
@@ -120,7 +120,7 @@ def plan(
     fits = gpu_kv >= 0
     gpu_rows = min(concurrency, gpu_kv // per_request) if fits else 0
     cpu_rows = min(concurrency - gpu_rows, cpu_kv // per_request) if fits else 0
-    layout = Layout(cost, pricing, gpu_rows, cpu_rows, context)
+    layout = Layout(Costs(cost, pricing), gpu_rows, cpu_rows, context)
     return Plan(
         machine=pricing.name,
         model=shape.name,
@@ -186,7 +186,7 @@ def _capacity_bound(layout: Layout) -> float:
 def _bottleneck(layout: Layout, concurrency: int) -> tuple[str, str]:
     """Compute, memory bandwidth, capacity or copy, with the reason in numbers."""
     rows = max(layout.gpu_rows, 1)
-    one, many = (layout.pricing.work_ns(GPU, layout.cost.linear(n)) for n in (1, rows))
+    one, many = layout.costs.linear_ns(1), layout.costs.linear_ns(rows)
     if layout.cpu_rows and layout.copy_token_ns > layout.cpu_token_ns:
         return "copy", (
             f"the link needs {layout.copy_token_ns / 1e3:.0f} us for a CPU token's q, k, v and output, its attention "

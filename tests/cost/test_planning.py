@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, overlap_gain
 from hybridattn.cost.gains import STRATEGIES, VIEWS, Layout, View, predict
 from hybridattn.cost.machine import machine
@@ -101,14 +102,14 @@ def test_predictions_become_the_closed_forms_on_an_ideal_machine():
     for r in (eq6_threshold(x) * 0.8, eq6_threshold(x) * 1.25):
         n_g = rows / t_a
         cpu_op_ns = round(64 / (n_g / r) / 32)  # the CPU's time for a micro-batch of 64 at one layer
-        layout = NoCopies(cost, ideal(1_000_000, t_a // 32, cpu_op_ns), rows, 10_000, 1000)
+        layout = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, cpu_op_ns)), rows, 10_000, 1000)
         found = predict(layout, calm)
         assert (found["asymmetric"] > found["gpu_only"]) == (r < eq6_threshold(x))
         assert found["gpu_only"] == pytest.approx(rows / (t_l + t_a) * 1e9)
     # One-layer overlap while the CPU keeps up: d = 0.25 exposed, eight and nine times as many CPU rows.
     d_ns = round(0.25 * (t_l + t_a) / 32)
     for ratio in (6, 8, 9, 12):
-        layout = NoCopies(cost, ideal(1_000_000, t_a // 32, 1000), rows, rows * ratio, 1000)
+        layout = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, 1000)), rows, rows * ratio, 1000)
         found = predict(layout, View("exposed", 1.0, d_ns))
         gain = found["async_overlap"] / found["gpu_only"]
         assert gain == pytest.approx(overlap_gain(ratio, 0.25, 32), rel=1e-3)
@@ -123,7 +124,7 @@ def test_predictions_become_the_closed_forms_on_an_ideal_machine():
     context=st.integers(1, 8000),
 )
 def test_no_prediction_exceeds_the_bound_and_better_machines_are_not_slower(parts, gpu_rows, cpu_rows, context):
-    layout = Layout(ModelCost(shape("llama3.1-8b"), "fp16"), machine(*parts), gpu_rows, cpu_rows, context)
+    layout = Layout(Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine(*parts)), gpu_rows, cpu_rows, context)
     low, nominal, high = (predict(layout, v) for v in VIEWS)
     for name in STRATEGIES:
         assert 0 <= nominal[name] <= nominal["bound"] * (1 + 1e-9)

@@ -11,11 +11,12 @@ import pytest
 from experiments.keep import main as keep
 from experiments.machines import Place, Setting
 from experiments.points.apex import verdict as apex_verdict
-from experiments.points.grid import goals
+from experiments.points.grid import CPU_GB_S, PLACES, RATIOS, goals
 from experiments.points.speed import LAYOUTS
 from experiments.run import main
 from hybridattn.core.errors import InputError
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "experiment"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50.99,396,9\n"
 SHRUNK = {
     "eq6": ["settings.x=1,2", "settings.num_layers=16", "settings.gpu_rows=60"],
@@ -137,7 +138,13 @@ def test_a_cell_that_is_not_on_the_board_has_to_say_its_output(tmp_path):
     cell = ["settings.place=a10/llama3.1-8b/3000", "settings.cpu_gb_s=80", "settings.ratio=2"]
     assert main(["+experiment=grid", f"results_root={tmp_path}", *cell]) == 1
     (row,) = rows_of(tmp_path / "grid" / "latest")
-    assert "settings.place=a10/llama3.1-8b/3000 is not; set settings.alternating=false" in row["error"]
+    assert "a10/llama3.1-8b/3000 at 80.0 GB/s and 2:1 is no cell of the grid" in row["error"]
+
+
+def test_the_grid_sweeps_all_its_cells():
+    text = "".join((CONFIGS / "grid.yaml").read_text().replace("\\", "").split())
+    for values in (PLACES, CPU_GB_S, RATIOS):
+        assert ",".join(v if isinstance(v, str) else f"{v:g}" for v in values) in text
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path):
