@@ -14,6 +14,7 @@ from hybridattn import problems as problems_module
 from hybridattn.core.terminal import escape_unprintable, is_unicode
 from hybridattn.problems import problems
 
+KERNELS = "CPU kernels are compiled again at each start"  # a warning beside which the commands go on
 NOBODY = """
 import os, pwd, sys
 for name in ("HOME", "XDG_CACHE_HOME", "HYBRIDATTN_CACHE", "CPU_KERNELS_CACHE"):
@@ -31,7 +32,7 @@ sys.exit(main(sys.argv[2:]))
 def run(*argv: str, code: str = NOBODY, absent: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, absent, *argv],
+        [sys.executable, "-W", "error", "-W", f"default:{KERNELS}", "-c", code, absent, *argv],
         env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False,
     )  # fmt: skip
 
