@@ -27,7 +27,13 @@ def available_bytes(meminfo: str | None = None) -> int | None:
 
 
 def allocate(
-    num_bytes: int, what: str, *, huge_pages: bool = True, cpus: tuple[int, ...] = (), touch: bool = True
+    num_bytes: int,
+    what: str,
+    *,
+    huge_pages: bool = True,
+    cpus: tuple[int, ...] = (),
+    touch: bool = True,
+    pieces: int = 1,
 ) -> np.ndarray:
     """Return `num_bytes` zero bytes as a uint8 array aligned to 64 bytes (2 MiB with huge pages).
 
@@ -41,6 +47,8 @@ def allocate(
         Ask for transparent huge pages (a request; the system may decline).
     cpus : tuple of int
         Touch the buffer in equal parts from threads pinned to these CPUs, so that each part lies on its NUMA node.
+    pieces : int
+        Equal pieces that are each divided among the CPUs, such as layers.
     touch : bool
         Commit the memory now. Without it pages are committed when first written.
 
@@ -63,27 +71,34 @@ def allocate(
     start = -raw.ctypes.data % align
     out = raw[start : start + num_bytes]
     if touch and num_bytes:
-        _touch(out, cpus)
+        _touch(out, cpus, pieces)
     return out
 
 
-def _touch(buffer: np.ndarray, cpus: tuple[int, ...]) -> None:
-    """Write zeros everywhere; each CPU of `cpus` takes one contiguous part (memset runs without the GIL)."""
+def _touch(buffer: np.ndarray, cpus: tuple[int, ...], pieces: int) -> None:
+    """Write zeros everywhere; each CPU of `cpus` takes one contiguous part of each piece (memset frees the GIL)."""
     base, size = buffer.ctypes.data, buffer.nbytes
-    if size < _TOUCH_CHUNK or not cpus:
+    if not touched_by(size, cpus):
         ctypes.memset(base, 0, size)
         return
-    parts = [(size * i // len(cpus), size * (i + 1) // len(cpus)) for i in range(len(cpus))]
 
-    def work(cpu: int, first: int, last: int) -> None:
+    def work(number: int, cpu: int) -> None:
         pin_this_thread(cpu)
-        ctypes.memset(base + first, 0, last - first)
+        for piece in range(pieces):
+            start, length = size * piece // pieces, size * (piece + 1) // pieces - size * piece // pieces
+            first, last = length * number // len(cpus), length * (number + 1) // len(cpus)
+            ctypes.memset(base + start + first, 0, last - first)
 
-    crew = [threading.Thread(target=work, args=(c, a, z)) for c, (a, z) in zip(cpus, parts, strict=True)]
+    crew = [threading.Thread(target=work, args=pair) for pair in enumerate(cpus)]
     for t in crew:
         t.start()
     for t in crew:
         t.join()
+
+
+def touched_by(num_bytes: int, cpus: tuple[int, ...]) -> bool:
+    """Whether a buffer of this size is touched by its CPUs, each its part, and not by the calling thread."""
+    return num_bytes >= _TOUCH_CHUNK and bool(cpus)
 
 
 def may_pin() -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from cpu_kernels import handed, jit
 from cpu_kernels import isa as isa_levels
 from cpu_kernels.codegen.decode import build_decode
-from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, Item, Job
+from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, MAX_NODES, Item, Job
 from cpu_kernels.layout import LANES, Layout
 from cpu_kernels.plan import DecodeInputs
 from cpu_kernels.tuning import Tuning, current
@@ -88,6 +88,35 @@ def chunk_edges(items: np.ndarray, heads: int, token_bytes: int, chunk_bytes: in
     return np.unique(np.minimum(edges, len(done))).astype(np.int64)
 
 
+def by_node(items: np.ndarray, inputs: DecodeInputs) -> tuple[np.ndarray, list[int]]:
+    """Order items by the NUMA node of their first page; returns them and how many each node has."""
+    nodes = inputs.pages.page_nodes
+    if nodes is None or not len(items) or not inputs.block_table.shape[1]:
+        return items, [len(items)]
+    column = np.minimum(items[:, Item.FIRST] // inputs.pages.page_size, inputs.block_table.shape[1] - 1)
+    page = inputs.block_table[items[:, Item.SEQ], column]
+    empty = items[:, Item.FIRST] >= items[:, Item.LAST]
+    node = np.where(empty, 0, nodes[np.where(empty, 0, page)]) % MAX_NODES
+    return items[np.argsort(node, kind="stable")], np.bincount(node, minlength=MAX_NODES).tolist()
+
+
+def node_edges(
+    items: np.ndarray, counts: list[int], heads: int, token_bytes: int, chunk_bytes: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """`chunk_edges` of each node's items in turn, and where each node's chunks end."""
+    if len(counts) == 1:
+        edges = chunk_edges(items, heads, token_bytes, chunk_bytes)
+        return edges, (len(edges) - 1,) * MAX_NODES
+    parts, ends, first = [np.zeros(1, np.int64)], [], 0
+    for count in counts:
+        if count:
+            cut = chunk_edges(items[first : first + count], heads, token_bytes, chunk_bytes)
+            parts.append(cut[1:] + first * heads)
+            first += count
+        ends.append(sum(map(len, parts)) - 1)
+    return np.concatenate(parts), tuple(ends)
+
+
 class Workspace:
     """Partial results and finish counters of one run in flight."""
 
@@ -114,11 +143,14 @@ class NativeDecode:
         if kernel is None and layout.order != "tiles":
             raise ValueError(f"backend 'native' reads pages of layout 'tiles', these are {layout.order!r}")
         self.kernel = kernel_address(layout, level, inputs.group, tuning) if kernel is None else kernel
-        self.items, num_partials = work_items(inputs)
+        items, num_partials = work_items(inputs)
+        self.items, counts = by_node(items, inputs)
         token_bytes = layout.head_bytes // layout.page_size
         self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group, tuning)
         self.units_per_item = -(-pages.num_kv_heads // self.unit_heads)
-        self.edges = chunk_edges(self.items, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes)
+        self.edges, self.chunk_ends = node_edges(
+            self.items, counts, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes
+        )
         self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0

@@ -14,7 +14,7 @@ from cpu_kernels.arrays import View, integers, refuse_inside, refuse_overlap, wh
 from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.dtypes import kind_of
 from cpu_kernels.layout import Layout
-from cpu_kernels.memory import allocate
+from cpu_kernels.memory import allocate, touched_by
 
 _MOVE = ctypes.CFUNCTYPE(
     None,
@@ -57,6 +57,9 @@ class KVPages:
         Bytes of the pool, scales included.
     page_bytes, layer_bytes : int
         Bytes of one page of one layer, and of one layer.
+    page_nodes : ndarray of int64 ``[num_pages]`` or None
+        Which NUMA node (its place in `topology.Topology.numa`) holds a page, in every layer; None where all are alike.
+        A sequence whose pages lie on one node is computed there, as far as that node's workers get to it.
     buffer : ndarray of uint8 ``[num_layers, num_pages, num_kv_heads, layout.head_bytes]``
         The memory itself; see `cpu_kernels.layout` for the order inside.
 
@@ -91,9 +94,12 @@ class KVPages:
         self.layer_bytes = num_pages * self.page_bytes
         self.nbytes = num_layers * self.layer_bytes
         what = f"a KV pool of {num_pages} pages x {self.page_bytes} bytes x {num_layers} layers"
+        here = topology.read()
         if cpus is None:
-            cpus = topology.worker_cpus(topology.read())
-        memory = allocate(self.nbytes, what, huge_pages=huge_pages, cpus=cpus, touch=touch)
+            cpus = topology.worker_cpus(here)
+        memory = allocate(self.nbytes, what, huge_pages=huge_pages, cpus=cpus, touch=touch, pieces=num_layers)
+        placed = touch and touched_by(self.nbytes, cpus)
+        self.page_nodes = _nodes_of_pages(here, cpus, num_pages) if placed else None
         self.buffer = memory.reshape(num_layers, num_pages, num_kv_heads, self.layout.head_bytes)
         self._base = self.buffer.ctypes.data
 
@@ -134,6 +140,14 @@ def layer_of(layer: Any, num_layers: int) -> int:
     if not 0 <= number < num_layers:
         raise ValueError(f"layer {number} is out of range: the pool has {num_layers} layers")
     return number
+
+
+def _nodes_of_pages(here: topology.Topology, cpus: tuple[int, ...], num_pages: int) -> np.ndarray | None:
+    """Which node's CPU touched the first byte of a page; `memory.allocate` deals equal parts to the CPUs in order."""
+    nodes = np.array([here.node_index(cpu) for cpu in cpus], np.int64)
+    if len(set(nodes.tolist())) < 2:
+        return None
+    return nodes[np.arange(num_pages) * len(cpus) // num_pages]
 
 
 @cache

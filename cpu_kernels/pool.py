@@ -22,7 +22,7 @@ from collections import deque
 from typing import Any
 
 from cpu_kernels import topology
-from cpu_kernels.codegen.fields import JOB_WORDS, Ctl, Fault
+from cpu_kernels.codegen.fields import JOB_WORDS, MAX_NODES, Ctl, Fault
 from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
 from cpu_kernels.job import Job, PoolClosed, error_of
@@ -33,6 +33,7 @@ NO_WORKER = "the pool has no living worker; one that came through a fork has non
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
 # Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
 _HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
+_CLAIM = struct.Struct(f"{MAX_NODES}q")
 _HEAD_AT, _RELEASE, _DONE = 8 * int(Word.REMAINING), int(Ctl.RELEASE), int(Word.DONE)
 
 
@@ -66,8 +67,10 @@ class WorkerPool:
         *,
         reserve: int = 0,
     ) -> None:
-        self.cpus = _choose_cpus(num_workers, cpus, reserve)
-        self._shared = PoolState(spin_us)
+        here = topology.read()
+        self.cpus = _choose_cpus(here, num_workers, cpus, reserve)
+        self._nodes = [here.node_index(cpu) % MAX_NODES for cpu in self.cpus]
+        self._shared = PoolState(spin_us, min(MAX_NODES, len(here.numa)))
         self._lock = threading.RLock()
         self._free = list(range(MAX_JOBS - 1, -1, -1))
         self._flying: tuple[deque[Job], deque[Job]] = (deque(), deque())
@@ -83,10 +86,10 @@ class WorkerPool:
         if not pinned:
             _warn_unpinned()
         try:
-            for number, cpu in enumerate(self.cpus):
+            for number, (cpu, node) in enumerate(zip(self.cpus, self._nodes, strict=True)):
                 thread = threading.Thread(
                     target=worker_thread,
-                    args=(self._shared, cpu if pinned else None),
+                    args=(self._shared, cpu if pinned else None, node),
                     name=f"cpu_kernels-{number}",
                     daemon=True,
                 )
@@ -165,23 +168,23 @@ class WorkerPool:
             with self._lock:
                 self._free.append(index)
             raise
-        self._reset_descriptor(index * JOB_BYTES, native.num_chunks, sequence, priority, _FAULTS[fault])
+        self._reset_descriptor(index * JOB_BYTES, native.chunk_ends, sequence, priority, _FAULTS[fault])
         job = Job(self, self._shared.words, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)
         return job
 
-    def _reset_descriptor(self, at: int, chunks: int, sequence: int, priority: int, fault: Fault) -> None:
+    def _reset_descriptor(self, at: int, ends: tuple[int, ...], sequence: int, priority: int, fault: Fault) -> None:
         shared = self._shared
         seen = shared.control[_RELEASE]
         # DONE never goes back: another thread may just be asking for the job that was here before.
         done = shared.words[at // 8 + _DONE]
         _HEAD.pack_into(
             shared.bytes, at + _HEAD_AT,
-            chunks, 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
+            ends[-1], 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
             done, 0, 0, 0, 0, 0, sequence, fault, priority, shared.ctl_at, seen,  # DONE ... SEQUENCE to RELEASE_SEEN
         )  # fmt: skip
-        shared.words[at // 8] = (chunks << 32) | chunks  # CLAIM: nothing left to claim until the push
+        _CLAIM.pack_into(shared.bytes, at, *(end << 32 | end for end in ends))  # nothing left to claim until the push
 
     def start(self, job: Job) -> None:
         """Hand over a prepared job."""
@@ -334,8 +337,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _choose_cpus(num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:
-    here = topology.read()
+def _choose_cpus(here: topology.Topology, num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:
     if cpus is None:
         return topology.worker_cpus(here, num_workers, reserve)
     chosen = tuple(int(c) for c in cpus)

@@ -31,7 +31,7 @@ def natives() -> tuple[Any, Any, int]:
     """Return (worker, push, address of push)."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     loaded = jit.load(build_worker(x86), ("worker", "push"), jit.Target(isa.target_cpu("portable")))
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
     push = loaded.addresses["push"]
     # A push takes well under a microsecond: keeping the GIL (PYFUNCTYPE) is cheaper than giving it away and back.
     return call(loaded.addresses["worker"]), ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(push), push
@@ -46,7 +46,7 @@ def _aligned_words(count: int) -> np.ndarray:
 class PoolState:
     """Memory and threads of a pool; the threads hold this, never the pool, so that an unused pool can go away."""
 
-    def __init__(self, spin_us: float) -> None:
+    def __init__(self, spin_us: float, nodes: int) -> None:
         machine = platform.machine()
         if platform.system() != "Linux" or machine not in _FUTEX_NUMBER:
             raise OSError(f"WorkerPool needs Linux on x86-64 or AArch64, this is {platform.system()} on {machine}")
@@ -56,7 +56,7 @@ class PoolState:
         self.ctl[Ctl.SPIN_NS] = int(spin_us * 1000)
         self.ctl[Ctl.CLOCK] = ctypes.cast(self.libc.clock_gettime, ctypes.c_void_p).value
         self.ctl[Ctl.SYSCALL] = ctypes.cast(self.libc.syscall, ctypes.c_void_p).value
-        self.ctl[Ctl.FUTEX] = self.futex_number
+        self.ctl[Ctl.FUTEX], self.ctl[Ctl.NODES] = self.futex_number, nodes
         # Plain memory views read and write single words faster than NumPy indexing does.
         self.bytes = memoryview(self.slab.data).cast("B")
         self.words = self.bytes.cast("q")
@@ -98,10 +98,10 @@ class PoolState:
         return any(thread.is_alive() for thread in self.threads)
 
 
-def worker_thread(shared: PoolState, cpu: int | None) -> None:
+def worker_thread(shared: PoolState, cpu: int | None, node: int) -> None:
     if cpu is not None:
         pin_this_thread(cpu)
-    natives()[0](shared.ctl_at)
+    natives()[0](shared.ctl_at, node)
 
 
 def close_forgotten(shared: PoolState) -> None:

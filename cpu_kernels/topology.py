@@ -55,6 +55,10 @@ class Topology:
         """NUMA node of a CPU, 0 where unknown."""
         return next((node for node, cpus in self.numa if cpu in cpus), 0)
 
+    def node_index(self, cpu: int) -> int:
+        """Place of a CPU's NUMA node among the nodes, 0 where unknown."""
+        return next((i for i, (_, cpus) in enumerate(self.numa) if cpu in cpus), 0)
+
 
 def parse_list(text: str) -> tuple[int, ...]:
     """Parse ``0-3,8`` as Linux writes CPU lists."""

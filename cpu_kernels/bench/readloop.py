@@ -13,7 +13,7 @@ import numpy as np
 
 from cpu_kernels import isa, jit
 from cpu_kernels.codegen.emit import Module
-from cpu_kernels.codegen.fields import JOB_WORDS, Job
+from cpu_kernels.codegen.fields import JOB_WORDS, MAX_NODES, Job
 from cpu_kernels.codegen.values import I32, I64, PTR, vec
 from cpu_kernels.pages import KVPages
 
@@ -57,7 +57,7 @@ class ReadLoop:
         units = pages.nbytes // UNIT_BYTES
         self.bytes = units * UNIT_BYTES
         self.edges = np.array([units * i // chunks for i in range(chunks + 1)], np.int64)
-        self.num_chunks = chunks
+        self.num_chunks, self.chunk_ends = chunks, (chunks,) * MAX_NODES
         self.kernel = _address(distance, level)
         self.sink = np.zeros((units + 1) * 16, np.int32)
 

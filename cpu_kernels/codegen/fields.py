@@ -8,7 +8,7 @@ from enum import IntEnum
 class Job(IntEnum):
     """Words of a job descriptor. The first lines belong to the pool, the rest to the kernel."""
 
-    CLAIM = 0  # high half: number of chunks, low half: next chunk; one atomic add claims a chunk
+    CLAIM = 0  # a word per NUMA node; high half: end of its chunks, low half: next one; one atomic add claims a chunk
     REMAINING = 8  # chunks not yet finished, alone in its cache line
     DONE = 16  # sequence number of the last job that ended in this descriptor; futex word of waiters
     WAITERS = 17
@@ -64,6 +64,9 @@ class Job(IntEnum):
 JOB_WORDS = 72
 
 
+MAX_NODES = 8  # claim words of a job; further nodes share
+
+
 class Item(IntEnum):
     """Words of a work item: one sequence, one split, all KV heads."""
 
@@ -112,6 +115,7 @@ class Ctl(IntEnum):
     CLOCK = 57  # address of clock_gettime
     SYSCALL = 58  # address of libc's syscall
     FUTEX = 59  # system call number
+    NODES = 60  # NUMA nodes of the workers
     RING = 64  # two rings of RING_SLOTS descriptor addresses
 
 

@@ -7,8 +7,11 @@ A worker never touches the interpreter. It claims chunks with one atomic add, wa
     poll                                                          DONE >= SEQUENCE ?  (one load from Python)
 
 Descriptors live in a slab that is never freed while workers run, and a descriptor is reused only after its job ended.
-A worker that stalled with an old descriptor in hand therefore does no harm: the claim word holds the number of chunks
+A worker that stalled with an old descriptor in hand therefore does no harm: a claim word holds the end of its chunks
 and the next chunk together, so its add either fails (nothing left) or claims a chunk of the job that is there now.
+
+The chunks of a job are ordered by the NUMA node that holds their pages, with a claim word for each node. A worker tries
+the word of its own node first and then those of the others, so nobody idles while there is work.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from cpu_kernels.codegen.emit import Function, Module
-from cpu_kernels.codegen.fields import RING_SLOTS, Ctl, Fault, Job
+from cpu_kernels.codegen.fields import MAX_NODES, RING_SLOTS, Ctl, Fault, Job
 from cpu_kernels.codegen.values import I32, I64, PTR, Value, Var
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
@@ -96,8 +99,11 @@ def _emit_push(module: Module, x86: bool) -> None:
     tail = at.get(tail_at, 0)
     ring = ctl.at(lane * (RING_SLOTS * 8) + (tail % RING_SLOTS) * 8 + Ctl.RING * 8)
     f.store(job, ring)
-    claim = f.load(I64, job, Job.CLAIM * 8)
-    at.put(job, Job.CLAIM, claim & (0xFFFFFFFF << 32))  # nothing claimed yet: from here on workers may take it
+    start = f.const(I64, 0)
+    for node in range(MAX_NODES):  # nothing claimed yet: from here on workers may take it
+        end = f.load(I64, job, (Job.CLAIM + node) * 8) >> 32
+        at.put(job, Job.CLAIM + node, (end << 32) | start)
+        start = end
     at.put(tail_at, 0, tail + 1)
     at.put(ctl, Ctl.LOCK, 0)
     at.add(ctl, Ctl.SIGNAL, 1)
@@ -106,21 +112,21 @@ def _emit_push(module: Module, x86: bool) -> None:
 
 
 def _emit_worker(module: Module, x86: bool) -> None:
-    """``worker(ctl)``: run chunks until STOP, with the default floating-point control also for kernels of others."""
-    f = module.function("worker", (PTR,))
-    ctl = f.args[0]
+    """``worker(ctl, node)``: run chunks until STOP; kernels of others get the default floating-point control too."""
+    f = module.function("worker", (PTR, I64))
+    ctl, node = f.args
     at = Atomics(f, ctl)
     job = f.var(PTR, Value(f, PTR, "null"))
     with f.default_floats() if x86 else nullcontext(), f.forever() as stopped:
         signal = at.get(ctl, Ctl.SIGNAL, "seq_cst")
         with f.when(at.get(ctl, Ctl.STOP).ne(0)):
             f.leave(stopped)
-        _find(f, at, job, x86)
+        _find(f, at, job, node, x86)
         with f.when(f.let("i1", f"icmp eq ptr {job.get().name}, null")):
             _rest(f, at, signal, x86)
 
 
-def _find(f: Function, at: Atomics, job: Var, x86: bool) -> None:
+def _find(f: Function, at: Atomics, job: Var, node: Value, x86: bool) -> None:
     """Claim and run one chunk of the first job that has one, class 0 before class 1; leaves null in `job` if none."""
     ctl = at.ctl
     found = f.fresh("found")
@@ -130,12 +136,14 @@ def _find(f: Function, at: Atomics, job: Var, x86: bool) -> None:
             with f.when(head >= at.get(ctl, Ctl.TAIL + lane)):
                 f.leave(empty)
             here = f.load(PTR, ctl.at((head % RING_SLOTS) * 8 + (Ctl.RING + lane * RING_SLOTS) * 8))
-            claim = at.add(here, Job.CLAIM, 1)
-            chunk, count = claim & 0xFFFFFFFF, claim >> 32
-            with f.when(chunk < count):
-                _run_chunk(f, at, here, chunk, x86)
-                job.set(here)
-                f.leave(found)
+            nodes = f.load(I64, ctl, Ctl.NODES * 8)
+            with f.loop(0, nodes) as turn:  # what lies near first
+                claim = at.add(here.at(((node + turn) % nodes) * 8), Job.CLAIM, 1)
+                chunk, end = claim & 0xFFFFFFFF, claim >> 32
+                with f.when(chunk < end):
+                    _run_chunk(f, at, here, chunk, x86)
+                    job.set(here)
+                    f.leave(found)
             at.replace(ctl, Ctl.HEAD + lane, head, head + 1)
     job.set(Value(f, PTR, "null"))
     f.jump(found)
@@ -143,8 +151,9 @@ def _find(f: Function, at: Atomics, job: Var, x86: bool) -> None:
 
 
 def _run_chunk(f: Function, at: Atomics, job: Value, chunk: Value, x86: bool) -> None:
+    with f.when(at.get(job, Job.START_NS).eq(0)):
+        at.replace(job, Job.START_NS, 0, at.now())
     with f.when(chunk.eq(0)):
-        at.put(job, Job.START_NS, at.now())
         fault = f.load(I64, job, Job.FAULT * 8)
         with f.when(fault.ne(0)):
             with f.when(fault.eq(int(Fault.HANG))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import os
 import subprocess
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 import cpu_kernels as ck
+from cpu_kernels import memory
+from cpu_kernels.codegen.fields import JOB_WORDS, Item
 from cpu_kernels.pool import MAX_JOBS
 
 
@@ -454,3 +457,62 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(problem: Any) -> None:
     assert np.abs(results[0]).max() > 0
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[3])
     assert np.array_equal(results[3], results[4]) and np.array_equal(results[2], results[5])
+
+
+def two_nodes() -> ck.topology.Topology:
+    """This machine, told to be two NUMA nodes with half of its CPUs each."""
+    here = ck.topology.read()
+    half = len(here.allowed) // 2
+    return dataclasses.replace(here, numa=((0, here.allowed[:half]), (1, here.allowed[half:])))
+
+
+@pytest.mark.skipif(len(ck.topology.read().allowed) < 2, reason="two fake nodes need two CPUs")
+def test_chunks_are_claimed_first_by_workers_of_their_pages_node(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of both nodes in turn: each node's rows are one range of chunks, and all are computed, by one worker too."""
+    fake = two_nodes()
+    monkeypatch.setattr(ck.topology, "read", lambda *_: fake)
+    p = problem([700, 64, 0, 700, 33, 700] * 4, heads=2, group=2)
+    want, _ = p.run(split_tokens=256)
+    p.pages.page_nodes = np.zeros(p.pages.num_pages, np.int64)
+    for row in range(0, len(p.lens), 2):
+        p.pages.page_nodes[p.table[row]] = 1
+    native = p.plan(split_tokens=256).native
+    node = np.where(native.items[:, Item.FIRST] < native.items[:, Item.LAST], native.items[:, Item.SEQ] % 2 == 0, 0)
+    assert (np.diff(node) >= 0).all() and 0 < native.chunk_ends[0] < native.chunk_ends[1] == native.num_chunks
+    units = int((node == 0).sum()) * native.units_per_item
+    assert native.edges[native.chunk_ends[0]] == units and native.edges[-1] == native.num_units
+    for cpus in (fake.allowed, fake.allowed[:1], fake.allowed[-1:]):
+        with ck.WorkerPool(cpus=cpus) as pool:
+            for _ in range(20):
+                out = np.full_like(p.out, np.nan)
+                pool.submit(p.plan(split_tokens=256), p.q, out).wait(60)
+                assert np.array_equal(out, want)
+
+
+@pytest.mark.skipif(len(ck.topology.read().allowed) < 2, reason="two fake nodes need two CPUs")
+def test_a_worker_begins_with_its_own_node(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only worker belongs to node 1 and hangs in a job's first chunk of all; node 0's word is untouched by then."""
+    fake = two_nodes()
+    monkeypatch.setattr(ck.topology, "read", lambda *_: fake)
+    p = problem([64] * 40, heads=2, group=2)
+    p.pages.page_nodes = np.arange(p.pages.num_pages, dtype=np.int64) % 2
+    with ck.WorkerPool(cpus=fake.allowed[-1:]) as pool:
+        plan = p.plan()
+        job = pool.submit(plan, p.q, p.out, fault="hang")  # holds in chunk 0, the first of node 0
+        at, limit = job._index * JOB_WORDS, time.monotonic() + 60
+        while pool._shared.words[at] & 0xFFFFFFFF != 1 and time.monotonic() < limit:
+            time.sleep(0.001)
+        mine = pool._shared.words[at + 1]
+        assert mine & 0xFFFFFFFF > mine >> 32  # its own chunks were all claimed before
+        pool.release_faults()
+
+
+def test_pages_of_every_layer_are_dealt_to_the_nodes_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(ck.topology.read(), numa=((0, (0,)), (3, (1,))))
+    nodes = ck.pages._nodes_of_pages(here, (0, 1), 5)
+    assert nodes is not None and nodes.tolist() == [0, 0, 0, 1, 1]
+    assert ck.pages._nodes_of_pages(here, (0, 0), 5) is None
+    buffer = np.full(1000, 7, np.uint8)
+    monkeypatch.setattr(memory, "_TOUCH_CHUNK", 1)
+    memory._touch(buffer, ck.topology.read().allowed, 3)
+    assert not buffer.any()
