@@ -64,7 +64,10 @@ class View:
             return self
         if shape[-1] > 1 and self.strides[-1] != size:
             raise ValueError(f"{name} has a last-axis stride of {self.strides[-1]} bytes, expected {size}")
-        if self.pointer % size or any(s % size for s in self.strides):
+        places = self.pointer
+        for stride in self.strides:
+            places |= stride
+        if places & (size - 1):
             raise ValueError(f"{name} has elements of {size} bytes at addresses that are no multiples of {size}")
         return self
 
@@ -73,7 +76,9 @@ class View:
         self.check(shape)
         if isinstance(self.array, np.ndarray) and not self.array.flags.writeable:
             raise ValueError(f"{self.name} is read-only: results cannot be written to it")
-        end = _BYTES[self.code]
+        end, steps = _BYTES[self.code], self.strides
+        if len(shape) == 3 and steps[1] >= shape[2] * end and steps[0] >= shape[1] * steps[1]:
+            return self  # rows behind rows, heads behind heads: what nearly all are
         for stride, count in sorted((abs(s), n) for s, n in zip(self.strides, shape, strict=True) if n > 1):
             if stride < end and 0 not in shape:
                 raise ValueError(
@@ -86,9 +91,11 @@ class View:
     def span(self) -> tuple[int, int]:
         """First byte and one past the last; an empty array has none."""
         low = high = self.pointer
-        for n, s in zip(self.shape, self.strides, strict=True):
+        strides = self.strides
+        for i, n in enumerate(self.shape):
             if n == 0:
                 return (low, low)
+            s = strides[i]
             if s > 0:
                 high += (n - 1) * s
             else:

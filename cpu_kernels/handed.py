@@ -34,28 +34,39 @@ def take(inputs: DecodeInputs, q: Any, out: Any, lse: Any, k_new: Any, v_new: An
     pages = inputs.pages
     shape = (inputs.num_seqs, inputs.num_q_heads, pages.head_dim)
     a, b = View("q", q).check(shape), View("out", out).check_result(shape)
-    refuse_overlap(b, a)
-    sums = None
-    if lse is not None:
-        sums = View("lse", lse).check_result(shape[:2])
-        if sums.code != Code.FP32:
-            raise TypeError(f"lse must be float32, got {sums.code.name.lower()}")
-        refuse_overlap(sums, a, b, in_place=False)
-        refuse_inside(sums, *pages.memory)
-    refuse_inside(b, *pages.memory)
+    (q_low, q_high), (low, high) = a.span(), b.span()
+    if q_low < high and low < q_high:
+        refuse_overlap(b, a)
+    start, size = pages.memory
+    if low < start + size and start < high:
+        refuse_inside(b, start, size)
+    sums = None if lse is None else _sums(lse, shape[:2], (a, b), (start, size))
     if k_new is None and v_new is None:
         return Handed(a, b, sums, None, None)
     if k_new is None or v_new is None:
         raise ValueError("k_new and v_new come together; one of them is missing")
-    rows = (inputs.num_seqs, pages.num_kv_heads, pages.head_dim)
+    rows = (shape[0], pages.num_kv_heads, shape[2])
     k, v = View("k_new", k_new).check(rows), View("v_new", v_new).check(rows)
     if k.code != v.code:
         raise TypeError(f"k_new is {k.code.name.lower()} and v_new is {v.code.name.lower()}; both must agree")
-    refuse_overlap(b, k, v)
     for x in (k, v):
-        refuse_inside(x, *pages.memory)
+        x_low, x_high = x.span()
+        if x_low < high and low < x_high:
+            refuse_overlap(b, x)
+        if x_low < start + size and start < x_high:
+            refuse_inside(x, start, size)
         if sums is not None:
             refuse_overlap(sums, x, in_place=False)
     if inputs.shared_slot:
         raise ValueError(inputs.shared_slot)
     return Handed(a, b, sums, k, v)
+
+
+def _sums(lse: Any, shape: tuple[int, ...], others: tuple[View, View], memory: tuple[int, int]) -> View:
+    """The array of log-sum-exps, which has memory of its own."""
+    sums = View("lse", lse).check_result(shape)
+    if sums.code != Code.FP32:
+        raise TypeError(f"lse must be float32, got {sums.code.name.lower()}")
+    refuse_overlap(sums, *others, in_place=False)
+    refuse_inside(sums, *memory)
+    return sums

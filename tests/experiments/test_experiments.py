@@ -45,6 +45,13 @@ SHRUNK = {
         "settings.total_tokens=2048",
         "settings.rounds=2",
     ],
+    "kernel_backends": [
+        "settings.backend=native,numba,numba_topk_approx",
+        "settings.group=1,4",
+        "settings.tokens=256",
+        "settings.total_tokens=512",
+        "settings.rounds=2",
+    ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
 SIMULATED = (
