@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,33 @@ import torch
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
-from hybridattn.core.params import SamplingParams
+from hybridattn.core.interrupts import interrupts_held
+from hybridattn.core.params import NoEffectWarning, SamplingParams
 from hybridattn.core.provenance import git_commit
 from hybridattn.core.records import RunRecords
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.cost.profile import Profile
 from hybridattn.devices.registry import open_device
-from hybridattn.engine.call import Call, Output, Piece
+from hybridattn.engine.call import Call, Output
 from hybridattn.engine.engine import Engine
 from hybridattn.engine.session import Session
 from hybridattn.models.load import load
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.planning.choice import PolicyChoice
+from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
+
+_IMPATIENT_S = 1.0  # for lanes to end after a second Ctrl-C
+LATEST_SPANS = 16_384  # some 4 MB: about a hundred steps of a model with 30 layers
 
 
 class LLM:
     """A model on a device under a policy.
+
+    While one with the device ``host`` is open, torch computes with that device's number of threads in the whole process
+    (1 by default); closing puts the old number back.
 
     Parameters
     ----------
@@ -56,8 +65,19 @@ class LLM:
         ``asymmetric`` decides by it where it is given, else it lets all CPU rows run.
     policy_options, device_options : dict, optional
         Passed to the policy and the device.
-    record : bool
-        Keep spans for :meth:`trace`.
+    record : int or bool
+        Keep about this many of the latest spans for :meth:`trace`; True keeps all of them, False none.
+
+    Attributes
+    ----------
+    interrupted : outputs of the latest ``generate`` where Ctrl-C ended it: the answers that were ready, and with the
+        reason ``abort`` what there was of the others; else empty
+
+    Warns
+    -----
+    NoEffectWarning
+        An option cannot act beside the others: ``profile`` with a policy that reads none, a policy that uses the CPU
+        tier without pages there.
 
     Raises
     ------
@@ -93,8 +113,10 @@ class LLM:
         policy_options: dict[str, Any] | None = None,
         device_options: dict[str, Any] | None = None,
         backend: str = "native",
-        record: bool = True,
+        record: bool | int = LATEST_SPANS,
     ) -> None:
+        if not isinstance(record, int) or record < 0:
+            raise InputError(f"record must be True, False or a number of spans of at least 0, got {record!r}")
         options = dict(policy_options or {})
         if cpu_fraction is not None:
             options["cpu_fraction"] = cpu_fraction
@@ -103,8 +125,12 @@ class LLM:
         if dtype not in dtypes:
             raise InputError(f"dtype must be {' or '.join(dtypes)} on device '{device}', got '{dtype}'")
         op_timeout_ns = _nanoseconds("op_timeout_s", op_timeout_s)
-        self.device = open_device(device, record=record, **(device_options or {}))
+        self.interrupted: list[Output] = []
+        self.device: Any = None
+        self.planner: Planner | None = None
         try:
+            with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
+                self.device = open_device(device, record=record, **(device_options or {}))
             where = getattr(self.device, "torch_device", "cpu")
             self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
             if not hasattr(self.model, "weights"):
@@ -125,14 +151,29 @@ class LLM:
                 name = self.model.config.shape.name
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
             self.stages = TorchStages(self.model, self.device, config, kv_dtype or dtype, backend)
-            self.policy, self.planner = choice.make(
-                self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
-            )
+            with interrupts_held:
+                self.policy, self.planner = choice.make(
+                    self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
+                )
+            self._record = bool(record)
+            self._say_what_cannot_act(cpu_kv_blocks)
+            self._start_engine(config)
         except BaseException as error:
-            self.device.close()  # or its threads would outlive a refused argument
+            self.close()  # or its threads would outlive a refused argument
             if _out_of_memory(error):
                 raise InputError(f"this machine has too little memory for what was asked: {error}") from error
             raise
+
+    def _say_what_cannot_act(self, cpu_kv_blocks: int) -> None:
+        if CPU_TIER in self.policy.tiers and not cpu_kv_blocks:
+            warnings.warn(
+                f"policy '{self.policy.name}' uses the CPU tier, but cpu_kv_blocks 0 leaves no room there: all "
+                "requests stay on the GPU tier",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+
+    def _start_engine(self, config: EngineConfig) -> None:
         self.config = config
         self._sessions = 0
         self._new_text: Callable[[SamplingParams], Any] | None = None
@@ -162,28 +203,34 @@ class LLM:
         InputError
             A prompt that is empty, too long or fits no tier; nothing of the call has run then.
         DeviceError
-            A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more.
+            A lane failed or stopped; the error names op, lane and requests, and this LLM cannot be used any more. A
+            request that fails alone raises nothing: its output has the reason ``error``, and ``error`` says why.
+        KeyboardInterrupt
+            After the step under way; what was ready is in ``interrupted``, and the LLM can go on.
         """
-        call = self.start(prompts, params)
-        for _ in call.pieces():
-            pass
+        self.interrupted = []
+        with self.stream(prompts, params) as call:
+            try:
+                for _ in call:
+                    pass
+            except KeyboardInterrupt:
+                call.close()
+                self.interrupted = call.outputs()
+                raise
         return call.outputs()
 
     def stream(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[Piece]:
-        """Like :meth:`generate`, but yields each token as it comes. Closing the iterator aborts what is left."""
-        return self.start(prompts, params).pieces()
-
-    def start(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Call:
-        """Queue prompts; the call streams with ``pieces()`` and then has ``outputs()``."""
+        """Like :meth:`generate`, but an iterator that yields each token as it comes; it also has ``outputs()``.
+
+        Closing it, begun or not, or letting go of it aborts what is unfinished.
+        """
         return Call(self.engine, self._new_text, *self._checked(prompts, params))
+
+    start = stream  # for who does not read the tokens one by one
 
     def session(self, name: str | None = None) -> Session:
         """A conversation: each turn goes on from the one before, whose K,V are kept and found again.
@@ -204,14 +251,21 @@ class LLM:
             raise InputError(f"a session's name must be a text that is not empty, got {name!r}")
         return Session(name, self._begin_turn, self.engine.end_session)
 
-    def _begin_turn(self, name: str, context: list[int], prompt: Any, params: SamplingParams | None) -> Call:
+    def _begin_turn(
+        self,
+        name: str,
+        context: list[int],
+        prompt: Any,
+        params: SamplingParams | None,
+        on_end: Callable[[list[Output]], None],
+    ) -> Call:
         one = prompt if isinstance(prompt, str) else [prompt]
         (((text, ids),), (chosen,)) = self._checked(one, params)
         tokenizer = self.model.tokenizer
         prefix = list(tokenizer.prefix_ids) if tokenizer is not None and context and text is not None else []
         if prefix and ids[: len(prefix)] == prefix:
             ids = ids[len(prefix) :]  # a context begins only once
-        return Call(self.engine, self._new_text, [(text, context + ids)], [chosen], name)
+        return Call(self.engine, self._new_text, [(text, context + ids)], [chosen], name, on_end)
 
     def _checked(self, prompts: Any, params: Any) -> tuple[list[tuple[str | None, list[int]]], list[SamplingParams]]:
         """Encoded prompts and one SamplingParams for each."""
@@ -252,10 +306,19 @@ class LLM:
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def trace(self) -> Trace:
-        """The spans since the last call, with where they come from. Waits (bounded) for ops still running."""
+        """The spans since the last call, with where they come from. Waits (bounded) for ops still running.
+
+        Only the latest are kept (argument ``record``): a warning and ``Trace.dropped`` say how many were not.
+        """
+        if not self._record:
+            raise InputError("this LLM keeps no spans for a trace: open it with record=True")
         spans = self.engine.drain()
-        spread_ns = getattr(self.device, "clock_spread_ns", 0)
-        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans, spread_ns)
+        spread_ns, dropped = getattr(self.device, "clock_spread_ns", 0), self.device.dropped
+        if dropped:
+            warnings.warn(
+                f"the trace begins late: {dropped} older spans were not kept; record=True keeps all", stacklevel=2
+            )
+        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans, spread_ns, dropped)
 
     def take_records(self) -> RunRecords:
         """Records of the requests that ended, and of the steps, since the last call (see ``hybridattn.metrics``)."""
@@ -264,19 +327,22 @@ class LLM:
     def free_blocks(self) -> dict[str, int]:
         """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished and no
         session is open."""
-        return {tier: self.engine.kv.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
+        with self.engine.at_work:
+            return {tier: self.engine.kv.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
-    def close(self) -> None:
-        """Stop planning and the lanes (bounded); idempotent."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop planning and the lanes, bounded (``timeout_s`` can shorten that); idempotent."""
         if self.planner is not None:
             self.planner.close()
-        self.device.close()
+        if self.device is not None:
+            self.device.close(timeout_s)
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        impatient = kind is KeyboardInterrupt and self.engine.broken is not None  # a lane may hang
+        self.close(_IMPATIENT_S if impatient else None)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -94,14 +94,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--trace: the folder {args.trace.parent} does not exist")
     with _open(args) as llm:
         if args.json:
-            escaped = not is_unicode(sys.stdout)  # as JSON does it: escapes of the stream's own would be no JSON
-            for output in llm.generate(prompts, params):
-                print(json.dumps(_as_dict(output, llm), ensure_ascii=escaped), flush=True)
+            failed = _print_json(llm, prompts, params)
         else:
-            _stream(llm, prompts, params)
+            failed = _stream(llm, prompts, params)
         if args.trace is not None:
             write_chrome(llm.trace(), args.trace)
-    return 0
+    return 1 if failed else 0
 
 
 def _open(args: argparse.Namespace) -> hybridattn.LLM:
@@ -156,14 +154,34 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _stream(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams) -> None:
-    """Print texts in the order of the prompts: the first unfinished one live, the later ones when it is their turn."""
+def _print_json(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams) -> int:
+    """One object per prompt, also of those that an interrupt leaves behind; returns how many failed."""
+    escaped = not is_unicode(sys.stdout)  # as JSON does it: escapes of the stream's own would be no JSON
+    outputs: list[Output] = []
+    try:
+        outputs = llm.generate(prompts, params)
+    except KeyboardInterrupt:
+        outputs = llm.interrupted
+        raise
+    finally:
+        for output in outputs:
+            print(json.dumps(_as_dict(output, llm), ensure_ascii=escaped), flush=True)
+    return sum(output.error is not None for output in outputs)
+
+
+def _stream(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams) -> int:
+    """Print texts in the order of the prompts: the first unfinished one live, the later ones when it is their turn.
+    Returns how many failed; why goes to the error stream."""
+    failed = 0
     held: list[list[str]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     turn = 0
     for piece in llm.stream(prompts, params):
         held[piece.index].append(piece.text)
         ended[piece.index] = piece.finish_reason is not None
+        if piece.error is not None:
+            failed += 1
+            print(f"hybridattn: prompt {piece.index}: {piece.error}", file=sys.stderr)
         while turn < len(prompts):
             print("".join(held[turn]), end="", flush=True)
             held[turn].clear()
@@ -171,6 +189,7 @@ def _stream(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams) -> 
                 break
             print(flush=True)
             turn += 1
+    return failed
 
 
 def _as_dict(output: Output, llm: hybridattn.LLM) -> dict[str, Any]:
@@ -178,6 +197,7 @@ def _as_dict(output: Output, llm: hybridattn.LLM) -> dict[str, Any]:
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
+        "error": output.error,
         "tier": output.tier,
         "policy": llm.policy.name,
         "device": llm.device.name,

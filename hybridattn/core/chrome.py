@@ -45,6 +45,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
             "profile": trace.profile,
             "commit": trace.commit,
             "clock_spread_ns": trace.clock_spread_ns,
+            "dropped_spans": trace.dropped,
         },
     }
     path.write_text(json.dumps(document))

@@ -148,11 +148,22 @@ class MicroBatch:
             self.kv_tokens = sum([r.position + 1 for i, r in enumerate(self.rows) if i not in dead])
 
 
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row of logits from which no token can be drawn. ``reason`` is one sentence without the row's number."""
+
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"logits of row {self.row} {self.reason}"
+
+
 class Sampled(NamedTuple):
-    """A token that a request got."""
+    """A token that a request got, or why it got none."""
 
     request: RequestLike
-    token_id: int
+    token_id: int | RowFault
     time_ns: int
 
 
@@ -182,6 +193,7 @@ class Stages(Protocol):
 
         ``layer == -1`` embeds and does pre(0) only; the last layer does post, the head and sampling, and its future's
         result is a list of token ids: sampling segments first, then the rows of the micro-batches, dead ones included.
+        A row without a token has a ``RowFault`` there: its request fails, and nobody else.
         """
         ...
 

@@ -13,7 +13,8 @@ from hybridattn.core.op import LANES
 class Trace:
     """Spans plus provenance. ``kind`` says measured, emulated or simulated; titles and rows repeat it.
 
-    ``clock_spread_ns`` is how far the times of GPU spans may lie from those of the host (0: one clock).
+    ``clock_spread_ns`` is how far the times of GPU spans may lie from those of the host (0: one clock); ``dropped`` is
+    how many older spans were not kept.
     """
 
     device: str
@@ -22,6 +23,7 @@ class Trace:
     commit: str
     spans: list[Span] = field(default_factory=list)
     clock_spread_ns: int = 0
+    dropped: int = 0
 
     def lane(self, name: str) -> list[Span]:
         """The spans of a lane by start time."""

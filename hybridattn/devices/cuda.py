@@ -62,8 +62,8 @@ class CudaDevice(LiveDevice):
     spin_us : int
         How long an idle pool worker looks for work before it sleeps. A push by the card that has to wake it would wait
         for that; a layer of a large model takes about as long.
-    record : bool
-        Keep spans for ``drain``.
+    record : bool or int
+        Keep spans for ``drain``: all, none, or about so many of the latest.
     runtime : CudaRuntime, optional
         Instead of torch's.
 
@@ -84,7 +84,7 @@ class CudaDevice(LiveDevice):
         graphs: bool = True,
         cores: CorePlan | None = None,
         spin_us: int = 1000,
-        record: bool = True,
+        record: bool | int = True,
         close_timeout_s: float = 5.0,
         runtime: CudaRuntime | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class CudaDevice(LiveDevice):
             self.runtime: CudaRuntime = TorchCuda(index) if runtime is None else runtime
             self.torch_device, self.kind = self.runtime.torch_device, self.runtime.kind
             budget = _budget(self.runtime, gpu_memory_bytes)
-            super().__init__({"gpu": budget, "cpu": available_bytes() or 0}, record)
+            super().__init__({"gpu": budget, "cpu": available_bytes() or 0}, record, close_timeout_s)
             self._lock = threading.RLock()  # the lane's worker thread looks at futures too
             try:
                 self._streams = {lane: self.runtime.open_stream() for lane in (GPU, D2H, H2D)}
@@ -106,7 +106,6 @@ class CudaDevice(LiveDevice):
                 raise DeviceError(f"{self.runtime.gpu_name} has failed and takes no work: {error}") from error
         self.graphs = graphs
         self.broken: BaseException | None = None
-        self._close_timeout_s = close_timeout_s
         self._open: dict[str, deque[StreamFuture]] = {lane: deque() for lane in self._streams}
         self.pageable: list[str] = []
         self._pins: list[weakref.finalize] = []
@@ -190,10 +189,7 @@ class CudaDevice(LiveDevice):
             raise DeviceError(f"the card failed after the last op: {error}") from error
         return spans
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _stop(self) -> None:
         deadline = time.perf_counter() + self._close_timeout_s
         self._cpu.stop()
         at_rest = self._at_rest(deadline)

@@ -11,7 +11,6 @@ here should be made of ops well above that.
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 import psutil
@@ -26,12 +25,11 @@ from hybridattn.devices.cpu_lane import CpuLane
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.lane import HostFuture, LaneWorker
 from hybridattn.devices.live import LiveDevice
-
-_GPU_THREAD = f"hybridattn {GPU} x"  # followed by torch's thread count: what other devices of the process look for
+from hybridattn.devices.torch_threads import torch_threads
 
 
 class HostDevice(LiveDevice):
-    """Lanes on this machine.
+    """Lanes on this machine. While it is open, torch computes with the GPU lane's number of threads in this process.
 
     Parameters
     ----------
@@ -41,8 +39,8 @@ class HostDevice(LiveDevice):
         Which cpus the GPU lane and the pool use; default :func:`hybridattn.devices.cores.plan_cores`.
     spin_us : int
         How long pool workers spin before they sleep.
-    record : bool
-        Keep spans for ``drain``.
+    record : bool or int
+        Keep spans for ``drain``: all, none, or about so many of the latest.
     """
 
     name = "host"
@@ -54,41 +52,34 @@ class HostDevice(LiveDevice):
         gpu_memory_bytes: int | None = None,
         cores: CorePlan | None = None,
         spin_us: int = 50,
-        record: bool = True,
+        record: bool | int = True,
         close_timeout_s: float = 5.0,
     ) -> None:
         self.profile = fingerprint()
         self.cores = cores or plan_cores()
-        self._refuse_other_thread_count()
         free = psutil.virtual_memory().available
         total = {"gpu": free // 2 if gpu_memory_bytes is None else gpu_memory_bytes, "cpu": free}
         if total["gpu"] > free:
             raise InputError(f"gpu_memory_bytes {total['gpu']} exceeds the {free} bytes that are free on this machine")
-        super().__init__(total, record)
-        self._close_timeout_s = close_timeout_s
-        self._process = os.getpid()
-        self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
-        self._cpu = CpuLane(self.pool, self.cores.pool)
-        self._workers = {lane: self._worker(lane) for lane in (GPU, D2H, H2D)}
+        torch_threads.hold(self.cores.gpu_threads)
+        try:
+            self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
+            self._cpu = CpuLane(self.pool, self.cores.pool)
+            self._workers = {lane: self._worker(lane) for lane in (GPU, D2H, H2D)}
+        except BaseException:
+            torch_threads.release()
+            raise
+        self._holds_threads = True
+        super().__init__(total, record, close_timeout_s)
 
     def _worker(self, lane: str) -> LaneWorker:
-        threads = self.cores.gpu_threads if lane == GPU else 1
-        name = f"{_GPU_THREAD}{threads}" if lane == GPU else f"hybridattn {lane}"
-        return LaneWorker(name, self.cores.gpu, lambda: torch.set_num_threads(threads), self._ended)
-
-    def _refuse_other_thread_count(self) -> None:
-        """torch's thread count is one per process, so live devices must agree on it."""
-        wanted = self.cores.gpu_threads
-        for name in (thread.name for thread in threading.enumerate()):
-            other = int(name.removeprefix(_GPU_THREAD)) if name.startswith(_GPU_THREAD) else wanted
-            if other != wanted:
-                raise InputError(
-                    f"gpu_threads {wanted}: another host device of this process uses {other}, and torch's thread count "
-                    "is global; close that one first or use the same number"
-                )
-
-    def _ended(self, future: HostFuture) -> None:
-        self._cpu.pump()
+        threads = self.cores.gpu_threads  # on all lanes: some of torch's libraries have one count for the whole process
+        return LaneWorker(
+            f"hybridattn {lane}",
+            self.cores.gpu,
+            lambda: torch.set_num_threads(threads),
+            lambda future: self._cpu.pump(),
+        )
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
@@ -122,15 +113,17 @@ class HostDevice(LiveDevice):
             spans.append(Span(t.op.lane, t.op.name, start, end, t.op.layer, work.rows, work.num_bytes, t.ready_ns))
         return sorted(spans, key=lambda s: s.start_ns)
 
-    def close(self) -> None:
-        if self._closed or os.getpid() != self._process:  # after a fork the lanes, and their locks, are the parent's
-            return
-        self._closed = True
+    def _stop(self) -> None:
         deadline = time.perf_counter() + self._close_timeout_s
+        if self._holds_threads:
+            self._holds_threads = False
+            torch_threads.release()
         for worker in self._workers.values():
             worker.stop()
         self._cpu.stop()
-        self.pool.close(timeout_s=self._close_timeout_s)
-        for worker in self._workers.values():
-            worker.join(max(0.0, deadline - time.perf_counter()))
-        self._cpu.join(max(0.0, deadline - time.perf_counter()))
+        try:
+            self.pool.close(timeout_s=self._close_timeout_s)
+        finally:
+            for worker in self._workers.values():
+                worker.join(max(0.0, deadline - time.perf_counter()))
+            self._cpu.join(max(0.0, deadline - time.perf_counter()))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 from hybridattn.core.device import Future, Memory, Span
 from hybridattn.core.errors import DeviceError, StallError
+from hybridattn.core.interrupts import interrupts_held
 from hybridattn.core.op import Op
 from hybridattn.devices.budget import Budget
 from hybridattn.devices.cores import CorePlan, kept_on
 
+_SLICE_S = 0.05  # how often a waiting driver looks whether it was interrupted
 _KEPT = 4096  # futures, where nothing is recorded, before ended ones are let go of
 
 
@@ -32,13 +38,26 @@ def await_end(future: LiveFuture, timeout_ns: int, deadline_ns: int | None = Non
         left = until - time.perf_counter_ns()
         if left <= 0:
             raise StallError(f"{future.op.describe()} did not end within {timeout_ns / 1e9:g} s")
-        future.block(left / 1e9)
+        interrupts_held.raise_overdue()
+        future.block(min(left / 1e9, _SLICE_S))
 
 
 def raise_error_of(future: Future) -> None:
     """Raise the error of a future that ended badly, under the name of its op."""
     if future.error is not None:
         raise DeviceError(f"{future.op.describe()} failed: {future.error}") from future.error
+
+
+_ALL = sys.maxsize // 2
+_open_devices: weakref.WeakSet[LiveDevice] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_forgotten() -> None:
+    with interrupts_held:
+        for device in list(_open_devices):
+            with suppress(Exception):  # nobody is there any more to hear of it
+                device.close()
 
 
 class LiveDevice(ABC):
@@ -48,28 +67,41 @@ class LiveDevice(ABC):
     ----------
     memory : dict of str to int
         Bytes of each tier.
-    record : bool
-        Keep spans for ``drain``.
+    record : bool or int
+        Keep spans for ``drain``: all, none, or about so many of the latest.
+
+    Attributes
+    ----------
+    dropped : spans before those of the last ``drain`` that were not kept
     """
 
     name: str
     cores: CorePlan
 
-    def __init__(self, memory: dict[str, int], record: bool) -> None:
+    def __init__(self, memory: dict[str, int], record: bool | int, close_timeout_s: float) -> None:
+        self._close_timeout_s = close_timeout_s
         self._budget = Budget(memory)
-        self._record = record
-        self._closed = False
-        self._futures: list[Any] = []  # since the last drain
+        self._record = bool(record)
+        self._most = _ALL if record is True else int(record)
+        self._process = os.getpid()
+        self._closed = self._ended = False
+        self._futures: list[Any] = []  # since the last drain, as far as they are kept
+        self._passed_over = self.dropped = 0
+        _open_devices.add(self)
 
     def _refuse_if_closed(self, op: Op) -> None:
         if self._closed:
             raise DeviceError(f"{op.describe()} was submitted to a closed device")
 
     def _keep(self, future: LiveFuture) -> None:
-        """For the next drain; without recording, in the end only what is unfinished or failed."""
+        """For the next drain: what is unfinished or failed, and of the others the latest that are recorded."""
         self._futures.append(future)
-        if not self._record and len(self._futures) > _KEPT:
-            self._futures = [t for t in self._futures if not t.done() or t.error is not None]
+        if len(self._futures) > self._most + _KEPT:
+            older, latest = self._futures[: -self._most or None], self._futures[-self._most :] if self._most else []
+            left = [t for t in older if not t.done() or t.error is not None]
+            if self._record:
+                self._passed_over += len(older) - len(left)
+            self._futures = left + latest
 
     def driving(self) -> AbstractContextManager[None]:
         return kept_on(self.cores.gpu)
@@ -83,16 +115,42 @@ class LiveDevice(ABC):
             if time.perf_counter_ns() > deadline:
                 named = ", ".join(t.op.describe() for t in futures)
                 raise StallError(f"none of {named} ended within {timeout_ns / 1e9:g} s")
+            interrupts_held.raise_overdue()
             futures[0].block(0.0005)  # type: ignore[attr-defined]  # the lane is in order: the first is the likely one
 
     def drain(self, timeout_ns: int) -> list[Span]:
+        """Also sets ``dropped``."""
         deadline = time.perf_counter_ns() + timeout_ns
         futures, self._futures = self._futures, []
+        self.dropped, self._passed_over = self._passed_over, 0
         for future in futures:
             await_end(future, timeout_ns, deadline)
         for future in futures:
             raise_error_of(future)
         return self._spans(futures) if self._record else []
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Bounded, by ``timeout_s`` if that is less than what the device was opened with; idempotent.
+
+        Called again at the end of the process where it was cut short or forgotten: a thread that computes while the
+        interpreter goes away would end the process with a signal.
+        """
+        if self._ended or os.getpid() != self._process:  # after a fork the lanes, and their locks, are the parent's
+            return
+        self._closed = True
+        if timeout_s is not None:
+            self._close_timeout_s = min(self._close_timeout_s, timeout_s)
+        try:
+            self._stop()
+        except Exception:
+            self._ended = True
+            raise
+        self._ended = True
+        _open_devices.discard(self)
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End the lanes, bounded. What was done already when it is called again costs nothing."""
 
     @abstractmethod
     def _spans(self, futures: list[Any]) -> list[Span]:

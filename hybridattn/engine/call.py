@@ -1,13 +1,14 @@
-"""One call of ``generate`` or ``stream``: its requests, and the loop that serves them."""
+"""One call of ``generate`` or ``stream``: its requests, their tokens as they come, and what they became."""
 
 from __future__ import annotations
 
 import secrets
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridattn.core.errors import InputError
 from hybridattn.core.params import SamplingParams
 from hybridattn.core.records import RequestRecord
 from hybridattn.core.request import Request
@@ -17,7 +18,12 @@ from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a prompt became. ``record`` holds times in nanoseconds, ``metrics`` what follows from them in seconds."""
+    """What a prompt became.
+
+    ``finish_reason`` is ``stop``, ``length``, ``abort``, or ``error``: then this request failed alone, and ``error``
+    says in one sentence why; ``text`` and ``token_ids`` are what came before. ``record`` holds times in nanoseconds,
+    ``metrics`` what follows from them in seconds.
+    """
 
     request_id: str
     prompt: str | None
@@ -27,6 +33,7 @@ class Output:
     finish_reason: str
     tier: str
     record: RequestRecord = field(repr=False)
+    error: str | None = None
 
     @property
     def metrics(self) -> dict[str, int | float | None]:
@@ -43,16 +50,29 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of a stream: what it adds to the text of prompt ``index``, and the reason if it was the last."""
+    """One token of a stream: what it adds to the text of prompt ``index``, and the reason if it was the last.
+
+    A prompt that fails has a last piece without a token (``token_id`` None, reason ``error``), or with one that has no
+    text; ``error`` says why.
+    """
 
     index: int
     text: str
-    token_id: int
+    token_id: int | None
     finish_reason: str | None
+    error: str | None = None
 
 
 class Call:
-    """Requests that were added together. Several calls may share an engine: whoever steps it, each keeps its tokens."""
+    """Requests that were added together; an iterator over their tokens, each as it comes.
+
+    It ends with its last piece, with :meth:`close`, or when nobody holds it any more, begun or not: what is unfinished
+    then is aborted. Several calls may share an engine: whoever steps it, each keeps its tokens.
+
+    Parameters
+    ----------
+    on_end : called once with the outputs when the last piece is handed out; never for a call that was closed before
+    """
 
     def __init__(
         self,
@@ -61,22 +81,30 @@ class Call:
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
         session: str = "",
+        on_end: Callable[[list[Output]], None] = lambda outputs: None,
     ) -> None:
         self._engine = engine
         self._session = session
         self._new_text = new_text
+        self._on_end = on_end
         self._prompts = [text for text, _ in prompts]
         self._requests: list[Request] = []
-        try:
-            for (_, ids), chosen in zip(prompts, params, strict=True):
-                self._requests.append(self._add(ids, chosen))
-        except InputError:
-            self._abort()  # all or nothing
-            raise
-        self._texts: list[list[str]] = [[] for _ in self._requests]
+        self._texts: list[list[str]] = [[] for _ in prompts]
+        self._pieces: deque[Piece] = deque()
+        self.ended = False
+        with engine.at_work:  # an interrupt comes when this call knows its requests
+            try:
+                for (_, ids), chosen in zip(prompts, params, strict=True):
+                    self._requests.append(self._add(ids, chosen))
+            except BaseException:
+                self._abort()  # all or nothing
+                raise
+            names = [r.request_id for r in self._requests]
+            self._let_go = weakref.finalize(self, engine.abandon, names)
+            self._let_go.atexit = False
 
     def _add(self, ids: list[int], params: SamplingParams) -> Request:
-        if params.seed is None:
+        if params.seed is None and not params.greedy:
             params = replace(params, seed=secrets.randbits(63))  # drawn once: a preempted request must repeat itself
         request = self._engine.add(ids, params.max_tokens, params, session=self._session)
         request.events = []
@@ -84,29 +112,78 @@ class Call:
             request.text = self._new_text(params)
         return request
 
-    def pieces(self) -> Iterator[Piece]:
-        """Each token as it comes; closing the iterator aborts what is unfinished."""
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        """The next token; steps the engine until there is one."""
+        while not self._pieces and not self.ended:
+            self._collect()
+            if not self._pieces:
+                if self._finished:
+                    self._end()
+                else:
+                    self._step()
+        if not self._pieces:
+            raise StopIteration
+        piece = self._pieces.popleft()
+        if not self._pieces and not self.ended and self._finished:
+            self._collect()  # an abort by somebody else leaves no piece behind
+            if not self._pieces:
+                self._end()
+        return piece
+
+    def pieces(self) -> Call:
+        """The iterator over the tokens, which is the call itself."""
+        return self
+
+    def _step(self) -> None:
         try:
-            left = len(self._requests)
-            while left:
-                waiting = [(i, event) for i, r in enumerate(self._requests) for event in r.events]
-                for request in self._requests:
-                    request.events.clear()
-                if not waiting:
-                    self._engine.step()
-                for index, event in waiting:
-                    self._texts[index].append(event.text)
-                    left -= event.finish_reason is not None
-                    yield Piece(index, event.text, event.token_id, event.finish_reason)
-        finally:
+            self._engine.step()
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self) -> None:
+        for index, request in enumerate(self._requests):
+            for event in request.events:
+                self._texts[index].append(event.text)
+                self._pieces.append(Piece(index, event.text, event.token_id, event.finish_reason, event.error))
+            request.events.clear()
+
+    @property
+    def _finished(self) -> bool:
+        return all(r.finish_reason is not None for r in self._requests)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self.ended = True
+        self._let_go.detach()
+        self._on_end(self.outputs())
+
+    def close(self) -> None:
+        """Abort what is unfinished; there are no more pieces. Idempotent, also before the first piece."""
+        if not self.ended:
+            self.ended = True
+            self._let_go.detach()
             self._abort()
+            self._collect()
+            self._pieces.clear()
 
     def _abort(self) -> None:
-        for request in self._requests:
-            if request.finish_reason is None:
-                self._engine.abort(request.request_id)
+        self._engine.abort(*(r.request_id for r in self._requests if r.finish_reason is None))
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def outputs(self) -> list[Output]:
+        """What the prompts became, in their order; after an early end with the reason ``abort`` where it was cut."""
         return [
             Output(
                 request_id=r.request_id,
@@ -117,6 +194,7 @@ class Call:
                 finish_reason=r.finish_reason or "error",
                 tier=r.tier,
                 record=r.record(),
+                error=r.error,
             )
             for i, r in enumerate(self._requests)
         ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
+from hybridattn.core.interrupts import interrupts_held
 from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
 from hybridattn.core.stages import Batch, Stages
@@ -20,11 +23,45 @@ from hybridattn.policies.base import Policy, StepView
 from hybridattn.scheduler.scheduler import Scheduler, SchedulerOutput
 
 
+class _AtWork:
+    """``with`` it, the driver is inside an engine, nested or not.
+
+    On a device that really runs, Ctrl-C waits for the end, so that it never leaves half of a step behind. Requests that
+    nobody waits for any more are ended at the beginning.
+    """
+
+    __slots__ = ("_begin", "_depth", "_held", "driver")
+
+    def __init__(self, held: bool, begin: Callable[[], None]) -> None:
+        self._held = held  # what is simulated is not worth the time that this takes
+        self._begin = begin
+        self._depth = 0
+        self.driver = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        if self._held:
+            interrupts_held.__enter__()
+        self._depth += 1
+        if self._depth == 1:
+            self.driver = threading.get_ident()
+            self._begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._held:
+            interrupts_held.__exit__()
+
+
 class Engine:
     """One model on one device under one policy. Not thread-safe: a single driver thread calls it.
 
-    After an error of a lane the engine is ``broken``: its requests have ended with that error, their blocks are back,
-    and every further call raises it again. A new engine can be made in the same process.
+    Ctrl-C comes through between its calls, so that it can go on afterwards; only a second one, or one that a lane keeps
+    waiting, cuts a step short. After that, and after an error of a lane, the engine is ``broken``: its requests have
+    ended with that error, their blocks are back, and every further call raises it again. A new engine can be made in
+    the same process.
 
     Parameters
     ----------
@@ -67,6 +104,8 @@ class Engine:
         self._quiet_steps: QuietSteps | None = None
         if isinstance(self.executor, FastExecutor):
             self._quiet_steps = QuietSteps(self.executor, self.scheduler, self.kv, self._queue)
+        self._abandoned: deque[str] = deque()
+        self.at_work = _AtWork(device.kind != "simulated", self._end_abandoned)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -105,19 +144,36 @@ class Engine:
         CapacityError
             No tier that the policy allows can ever hold it.
         """
-        self._refuse_if_broken()
-        now_ns = self.device.now_ns()
-        when_ns = now_ns if arrival_ns is None else arrival_ns
-        request = self._queue.request(prompt, max_tokens, params, request_id, when_ns, self._requests)
-        request.session, request.keep = session, bool(session) and keep
-        self.scheduler.refuse_impossible(request)
-        if not self._queue.accept(request, now_ns):
-            self.scheduler.queues.wait(request)
-        self._requests[request.request_id] = request
-        return request
+        with self.at_work:
+            self._refuse_if_broken()
+            now_ns = self.device.now_ns()
+            when_ns = now_ns if arrival_ns is None else arrival_ns
+            request = self._queue.request(prompt, max_tokens, params, request_id, when_ns, self._requests)
+            request.session, request.keep = session, bool(session) and keep
+            self.scheduler.refuse_impossible(request)
+            if not self._queue.accept(request, now_ns):
+                self.scheduler.queues.wait(request)
+            self._requests[request.request_id] = request
+            return request
 
-    def abort(self, request_id: str) -> None:
-        """End a request early; unknown and finished ids are ignored."""
+    def abort(self, *request_ids: str) -> None:
+        """End requests early; unknown and finished ids are ignored."""
+        with self.at_work:
+            for request_id in request_ids:
+                self._abort(request_id)
+
+    def abandon(self, request_ids: Sequence[str]) -> None:
+        """As ``abort``, for finalizers, which may be called at any moment and by any thread: the requests end at once
+        or, if the driver is amid something, with its next call."""
+        self._abandoned.extend(request_ids)
+        if not self.at_work and self.at_work.driver == threading.get_ident():
+            self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort(self._abandoned.popleft())
+
+    def _abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -133,24 +189,30 @@ class Engine:
         Policies move requests by themselves; this is for who wants to choose. False when nothing was begun: the id is
         unknown, the prompt is under way, its row is in flight, or the tier has no room.
         """
-        self._refuse_if_broken()
-        if tier not in self.policy.tiers:
-            raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {', '.join(self.policy.tiers)}")
-        request = self._requests.get(request_id)
-        if request is None or not self.scheduler.swaps.move(request, tier):
-            return False
-        try:
-            self._begin(self.kv.take_begun())
-        except HybridAttnError as error:
-            self._fail(error)
-            raise
-        return True
+        with self.at_work:
+            self._refuse_if_broken()
+            if tier not in self.policy.tiers:
+                tiers = ", ".join(self.policy.tiers)
+                raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {tiers}")
+            request = self._requests.get(request_id)
+            if request is None or not self.scheduler.swaps.move(request, tier):
+                return False
+            try:
+                self._begin(self.kv.take_begun())
+            except HybridAttnError as error:
+                self._fail(error)
+                raise
+            return True
 
     def end_session(self, session: str) -> None:
         """Forget the context of a session; unknown ones are ignored. With no request left its pages are back then."""
-        self.kv.contexts.drop(session)
-        if not self.unfinished and self.broken is None:
-            self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
+        with self.at_work:
+            for request in self._requests.values():
+                if request.session == session:
+                    request.keep = False  # nothing is left behind at the end of a turn that is under way
+            self.kv.contexts.drop(session)
+            if not self.unfinished and self.broken is None:
+                self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
 
     @property
     def unfinished(self) -> int:
@@ -165,18 +227,19 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One step. Returns the tokens it brought; with nothing to do yet, sleeps until the next arrival."""
-        self._refuse_if_broken()
-        try:
-            return self._step()
-        except HybridAttnError as error:
-            self._fail(error)
-            raise
-        except BaseException as error:  # Ctrl-C, no memory for a plan: ops are in flight that nobody owns any more
-            cut = DeviceError(f"a step was cut short by {type(error).__name__}: {error}".removesuffix(": "))
-            self._fail(cut)
-            if isinstance(error, Exception):
-                raise cut from error
-            raise
+        with self.at_work:
+            self._refuse_if_broken()
+            try:
+                return self._step()
+            except HybridAttnError as error:
+                self._fail(error)
+                raise
+            except BaseException as error:  # Ctrl-C twice, no memory for a plan: ops are in flight that nobody owns
+                cut = DeviceError(f"a step was cut short by {type(error).__name__}: {error}".removesuffix(": "))
+                self._fail(cut)
+                if isinstance(error, Exception):
+                    raise cut from error
+                raise
 
     def _step(self) -> list[Event]:
         if self.kv.contexts and self.executor.moves:

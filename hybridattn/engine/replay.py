@@ -29,6 +29,7 @@ class Served:
     requests: list[RequestRecord] = field(default_factory=list)
     arrived: int = 0
     ended: int = 0
+    failed: int = 0  # of those that ended; a session goes on after a turn that failed, with what it should have made
     refused: int = 0  # could never fit
     empty: int = 0  # asked for no token
     end_ns: int = 0
@@ -166,11 +167,13 @@ class Replay:
 
     def _ended(self, record: RequestRecord) -> None:
         self.served.ended += 1
+        self.served.failed += record.failed
         self._sink(record)
         index = int(record.request_id)
         request = self._running.pop(index, None)
         if request is not None:
-            self._remember(index, request.token_ids)
+            missing = self.workload.items[index].output_tokens - request.num_output if record.failed else 0
+            self._remember(index, request.token_ids, max(0, missing))
         self._follow(index, record.end_ns - self._start_ns)
 
     def _follow(self, index: int, end_ns: int) -> None:

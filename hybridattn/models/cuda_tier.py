@@ -15,17 +15,17 @@ from hybridattn.core.config import EngineConfig
 from hybridattn.core.deferred import Deferred
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, RowFault
 from hybridattn.kv.cpu_blocks import Blocks, runs_of
 from hybridattn.kv.cuda_pages import SCALED, TORCH_DTYPES, CudaPages, page_bytes
 from hybridattn.models.cuda_rows import CudaRows, Staging
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.fused_decoder import FusedDecoder
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
-from hybridattn.models.gpu_tier import Tensors
+from hybridattn.models.gpu_tier import Draw, Tensors
 from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import LoadedModel
-from hybridattn.models.sampling import SampleRow, first_maximum
+from hybridattn.models.sampling import SampleRow, first_maximum, token_or_fault
 
 
 class CudaTier:
@@ -143,17 +143,16 @@ class CudaTier:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._graphs.between(layer, outs, xs, positions)
 
-    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> Deferred:
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Draw) -> Deferred:
         """The likeliest tokens are found on the card; only the logits of rows that need more go down."""
         best, top = (_read_back(t) for t in first_maximum(logits))
         others = [i for i, row in enumerate(rows) if not row.plain]
         # no indexing by a list: it would copy the list up and wait for the stream
         rest = _read_back(torch.stack([logits[i] for i in others])) if others else None
 
-        def finish() -> list[int]:
-            tokens = best.tolist()
-            for i in torch.nonzero(~torch.isfinite(top)).flatten().tolist():
-                raise InputError(f"logits of row {i} have the maximum {top[i]}, expected a finite number")
+        def finish() -> list[int | RowFault]:
+            pairs = zip(best.tolist(), top.tolist(), strict=True)
+            tokens = [token_or_fault(i, token, value) for i, (token, value) in enumerate(pairs)]
             if rest is not None:
                 for i, token in zip(others, sample(rest, [rows[i] for i in others]), strict=True):
                     tokens[i] = token

@@ -10,13 +10,13 @@ import torch
 from cpu_kernels import KVPages, append_kv, copy_pages, gather_kv, plan_decode
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, RowFault
 from hybridattn.kv.storage import open_pages
 from hybridattn.models.config import DecoderConfig
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
-from hybridattn.models.gpu_tier import Tensors
+from hybridattn.models.gpu_tier import Draw, Tensors
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.prefill import causal_attention
 from hybridattn.models.sampling import SampleRow
@@ -60,7 +60,7 @@ class HostTier:
         x = self.decoder.post_attention(layer, torch.cat(list(outs)), torch.cat(list(xs)))
         return x, *self.decoder.pre_attention(layer + 1, x, torch.cat(list(positions)))
 
-    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Callable[..., list[int]]) -> list[int]:
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Draw) -> list[int | RowFault]:
         return sample(logits, rows)
 
     def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:

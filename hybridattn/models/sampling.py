@@ -16,7 +16,7 @@ import torch
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.params import SamplingParams
-from hybridattn.core.stages import RequestLike
+from hybridattn.core.stages import RequestLike, RowFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,6 @@ class SampleRow:
     def plain(self) -> bool:
         """The likeliest token of the untouched logits."""
         return self.params.greedy and not self.params.penalised and not self.blocked
-
-
-@dataclass(frozen=True, slots=True)
-class RowFault:
-    """A row from which no token can be drawn. ``reason`` is one sentence without the row's number."""
-
-    row: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"logits of row {self.row} {self.reason}"
 
 
 def sample_each(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | RowFault]:
@@ -128,12 +117,11 @@ def argmax_each(logits: torch.Tensor) -> list[int | RowFault]:
         top = values[np.arange(len(values)), indices]
     else:
         indices, top = (t.cpu().numpy() for t in first_maximum(logits))
-    return [
-        _token_or_fault(row, int(token), value) for row, (token, value) in enumerate(zip(indices, top, strict=True))
-    ]
+    return [token_or_fault(row, int(token), value) for row, (token, value) in enumerate(zip(indices, top, strict=True))]
 
 
-def _token_or_fault(row: int, token: int, top: float) -> int | RowFault:
+def token_or_fault(row: int, token: int, top: float) -> int | RowFault:
+    """The token of a row whose largest logit is ``top``, unless that is not finite."""
     return token if math.isfinite(top) else RowFault(row, f"have the maximum {top}, expected a finite number")
 
 

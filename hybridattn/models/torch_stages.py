@@ -17,14 +17,14 @@ from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Segment
+from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, RowFault, Segment
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 from hybridattn.kv.blocks import blocks_for
 from hybridattn.kv.tables import block_table, slots
 from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.gpu_tier import open_tier
 from hybridattn.models.load import LoadedModel
-from hybridattn.models.sampling import SampleRow, sample
+from hybridattn.models.sampling import SampleRow, sample_each
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -169,14 +169,14 @@ class TorchStages:
 
     def _last(
         self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, MicroBatchPlan]]
-    ) -> list[int]:
+    ) -> list[int | RowFault]:
         """post, head and sampling: the last token of each sampling segment, then every row of the micro-batches."""
         out, before = self._before_post(rows, parts)
         x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(before))
         wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
         if rows is not None:
             wanted = torch.cat([rows.sampled, wanted])
-        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows, sample) if sample_rows else []
+        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows, sample_each) if sample_rows else []
 
     def _before_post(
         self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]]

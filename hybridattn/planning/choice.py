@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import NoEffectWarning
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.here import costs_here, profile_here
 from hybridattn.cost.profile import Profile
@@ -25,6 +27,11 @@ class PolicyChoice:
     def __init__(self, policy: Any, options: dict[str, Any], profile: str | Path | Profile | None) -> None:
         if not isinstance(policy, str | Policy):
             raise InputError(f"policy must be a name or a Policy, got {policy!r}")
+        if isinstance(policy, Policy) and options:
+            raise InputError(
+                f"{' and '.join(options)} cannot act on policy '{policy.name}', which is made already: give its class "
+                "what it should do when you make it"
+            )
         self._policy, self._options = policy, options
         known = {} if isinstance(policy, Policy) else inspect.signature(policy_class(policy)).parameters
         self._plans = "predict" in known
@@ -36,6 +43,9 @@ class PolicyChoice:
                 self._profile = profile_here(profile)
             except InputError as error:
                 raise InputError(f"policy '{policy}' decides by a cost model, and {error}") from error
+        elif profile is not None:
+            name = policy.name if isinstance(policy, Policy) else policy
+            warnings.warn(f"policy '{name}' reads no profile: it has no effect", NoEffectWarning, stacklevel=3)
         self._made = None if priced else make_policy(policy, **options)
 
     def make(self, shape: ModelShape, dtype: str, kv_dtype: str, fingerprint: str) -> tuple[Policy, Planner | None]:

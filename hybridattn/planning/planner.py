@@ -126,6 +126,7 @@ class Planner:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                    process_group=0,  # Ctrl-C in the terminal is for the process that serves
                 )  # fmt: skip
             return self._process
 

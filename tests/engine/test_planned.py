@@ -73,10 +73,11 @@ def until(condition, step, limit_s=60.0):
 
 def planned(llm):
     """Keep the engine busy until the planner's first answer is in use, then add jobs; returns the call."""
+    kept = []  # a call that nobody holds is aborted
 
     def step():
         if llm.engine.unfinished < 12:
-            llm.start(JOBS * 4, PARAMS)
+            kept.append(llm.start(JOBS * 4, PARAMS))
         llm.engine.step()
 
     until(lambda: llm.policy.expected is not None, step)

@@ -12,7 +12,7 @@ from hybridattn.core.op import CPU
 from hybridattn.core.request import Request
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
-from hybridattn.engine.stopping import stop_reason
+from hybridattn.engine.output import stop_reason
 from hybridattn.metrics.latency import summarize, tpot_ns
 from hybridattn.metrics.throughput import throughput
 from hybridattn.models.torch_stages import TorchStages
