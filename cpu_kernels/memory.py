@@ -76,10 +76,13 @@ def allocate(
 
 
 def _touch(buffer: np.ndarray, cpus: tuple[int, ...], pieces: int) -> None:
-    """Write zeros everywhere; each CPU of `cpus` takes one contiguous part of each piece (memset frees the GIL)."""
-    base, size = buffer.ctypes.data, buffer.nbytes
+    """Write zeros everywhere; each CPU of `cpus` takes one contiguous part of each piece.
+
+    Ctrl-C ends it within a chunk: the threads hold the buffer that they write to, and stop by themselves.
+    """
+    size, enough = buffer.nbytes, threading.Event()
     if not touched_by(size, cpus):
-        ctypes.memset(base, 0, size)
+        _write_zeros(buffer, 0, size, enough)
         return
 
     def work(number: int, cpu: int) -> None:
@@ -87,13 +90,25 @@ def _touch(buffer: np.ndarray, cpus: tuple[int, ...], pieces: int) -> None:
         for piece in range(pieces):
             start, length = size * piece // pieces, size * (piece + 1) // pieces - size * piece // pieces
             first, last = length * number // len(cpus), length * (number + 1) // len(cpus)
-            ctypes.memset(base + start + first, 0, last - first)
+            _write_zeros(buffer, start + first, start + last, enough)
 
     crew = [threading.Thread(target=work, args=pair) for pair in enumerate(cpus)]
-    for t in crew:
-        t.start()
-    for t in crew:
-        t.join()
+    try:
+        for t in crew:
+            t.start()
+        for t in crew:
+            t.join()
+    finally:
+        enough.set()
+
+
+def _write_zeros(buffer: np.ndarray, first: int, last: int, enough: threading.Event) -> None:
+    """Zeros from byte `first` to `last` unless `enough` is set meanwhile; each memset runs without the GIL."""
+    at = first
+    while at < last and not enough.is_set():
+        count = min(last - at, _TOUCH_CHUNK)
+        ctypes.memset(buffer.ctypes.data + at, 0, count)
+        at += count
 
 
 def touched_by(num_bytes: int, cpus: tuple[int, ...]) -> bool:

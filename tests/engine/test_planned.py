@@ -20,6 +20,7 @@ from made_profile import made_profile
 from hybridattn import LLM, SamplingParams
 from hybridattn.cli import main
 from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.core.params import NoEffectWarning
 from hybridattn.cost.here import costs_here, default_path
 from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import save_profile
@@ -29,6 +30,7 @@ from hybridattn.planning import planner as planner_module
 from hybridattn.planning.planner import Planner
 from hybridattn.planning.predict import by_simulation, open_priced
 from hybridattn.policies.adaptive import Adaptive
+from hybridattn.policies.fixed import AsyncOverlap
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.planning import Question
 
@@ -117,7 +119,7 @@ def test_auto_leaves_a_cpu_that_does_not_pay_alone(plain):
 def test_auto_submits_the_ops_of_gpu_only_and_starts_no_process_where_all_fits(profile, plain):
     ops = {}
     for policy in ("gpu_only", "auto"):
-        with LLM(TINY, policy=policy, profile=profile, **ROOMY) as llm:
+        with LLM(TINY, policy=policy, profile=profile if policy == "auto" else None, **ROOMY) as llm:
             seen, submit = [], llm.device.submit
             llm.device.submit = lambda op, after=(), seen=seen, submit=submit: (
                 seen.append((op.name, op.lane, op.layer, op.work.rows, op.work.kv_tokens, op.requests, len(after))),
@@ -180,7 +182,7 @@ def test_the_command_line_takes_a_policy_that_plans_and_its_profile(real_model, 
 
 def test_a_broken_engine_ends_the_process(profile):
     with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
-        planned(llm)
+        call = planned(llm)
         pid = llm.planner.pid
 
         def explode(*args):
@@ -191,6 +193,7 @@ def test_a_broken_engine_ends_the_process(profile):
             for _ in range(100):
                 llm.engine.step()
         assert ended(pid) and llm.planner.pid is None
+        assert {o.finish_reason for o in call.outputs()} == {"error"}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -263,7 +266,7 @@ def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
         "from hybridattn import LLM, SamplingParams\n"
         "print('begun', flush=True)\n"
         f"llm = LLM('dummy:tiny', policy='adaptive', profile=sys.argv[1], **{SMALL!r})\n"
-        "llm.start([[1, 2, 3] * 5] * 6, SamplingParams(max_tokens=40, ignore_eos=True))\n"
+        "call = llm.start([[1, 2, 3] * 5] * 6, SamplingParams(max_tokens=40, ignore_eos=True))\n"
         "while llm.planner.pid is None:\n    llm.engine.step()\n"
         "print(llm.planner.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -339,5 +342,22 @@ def test_options_of_a_policy_that_plans_are_checked_and_leave_no_thread(profile)
 
 
 def test_policies_without_a_cost_model_need_no_profile(at_home, profile, plain):
-    with LLM(TINY, policy="async_overlap", profile=profile, **ROOMY) as llm:
+    with LLM(TINY, policy="async_overlap", **ROOMY) as llm:
         assert [o.token_ids for o in llm.generate(JOBS, PARAMS)] == plain
+
+
+def test_options_that_cannot_act_are_said(profile):
+    threads = set(threading.enumerate())
+    with pytest.warns(NoEffectWarning, match="policy 'async_overlap' reads no profile: it has no effect"):
+        LLM(TINY, policy="async_overlap", profile=profile, **ROOMY).close()
+    with pytest.warns(NoEffectWarning, match="policy 'async_overlap' uses the CPU tier, but cpu_kv_blocks 0 leaves no"):
+        LLM(TINY, policy="async_overlap", gpu_kv_blocks=8, cpu_kv_blocks=0).close()
+    with pytest.raises(
+        InputError, match="max_micro_batches and cpu_fraction cannot act on policy .async_overlap."
+    ):
+        LLM(TINY, policy=AsyncOverlap(), cpu_fraction=0.5, policy_options={"max_micro_batches": 1}, **ROOMY)
+    with pytest.raises(InputError, match="record must be True, False or a number of spans of at least 0, got -1"):
+        LLM(TINY, record=-1)
+    with LLM(TINY, record=False, **ROOMY) as llm, pytest.raises(InputError, match="keeps no spans for a trace"):
+        llm.trace()
+    assert set(threading.enumerate()) <= threads

@@ -11,6 +11,7 @@ from hybridattn import SamplingParams
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import CapacityError, InputError
 from hybridattn.core.op import Op
+from hybridattn.core.params import NoEffectWarning
 from hybridattn.core.request import DeclaredTokens, State
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import GPU_TIER
@@ -194,7 +195,9 @@ def test_E08_a_host_tier_too_small_to_swap_into_falls_back_to_recompute(cpu_bloc
 
 def test_E08_without_a_host_tier_real_text_is_preempted_by_recompute(open_tiny):
     jobs = [[3] * 60, [4] * 60, [5] * 60, [6] * 60]
-    with open_tiny(policy="asymmetric", cpu_fraction=None, gpu_kv_blocks=8, cpu_kv_blocks=0) as llm:
+    with pytest.warns(NoEffectWarning, match="policy 'asymmetric' uses the CPU tier, but cpu_kv_blocks 0"):
+        llm = open_tiny(policy="asymmetric", cpu_fraction=None, gpu_kv_blocks=8, cpu_kv_blocks=0)
+    with llm:
         outputs = llm.generate(jobs, SamplingParams(max_tokens=40))
         assert [len(o.token_ids) for o in outputs] == [40] * 4
         assert sum(o.metrics["preemptions"] for o in outputs) > 0
@@ -253,7 +256,8 @@ def test_E20_booked_bytes_are_within_5_percent_of_what_the_process_grows_by(run_
     ],
 )
 def test_E20_pages_are_booked_with_all_that_they_hold(open_tiny, dtype):
-    with open_tiny(kv_dtype=dtype, cpu_kv_blocks=0) as without, open_tiny(kv_dtype=dtype, cpu_kv_blocks=81) as llm:
+    alone = {"policy": "gpu_only", "cpu_fraction": None, "cpu_kv_blocks": 0}
+    with open_tiny(kv_dtype=dtype, **alone) as without, open_tiny(kv_dtype=dtype, cpu_kv_blocks=81) as llm:
         used = [m.device.memory("cpu").total - m.device.memory("cpu").free for m in (without, llm)]
         pages = llm.stages.tier.cpu_pages
         assert used[1] - used[0] == pages.nbytes * 80 // 81  # a tier of 0 pages has one that is never used
