@@ -175,7 +175,7 @@ def test_two_hundred_interrupts_at_random_moments(part, tmp_path, real_model):
 def test_after_an_interrupt_the_llm_goes_on_and_the_finished_answers_are_there(open_tiny, monkeypatch):
     with open_tiny(gpu_kv_blocks=16, cpu_kv_blocks=16) as llm:
         want = llm.generate([[1, 2]])[0].token_ids
-        _interrupt_in_step(llm, monkeypatch, 20)
+        _interrupt_in_step(llm, monkeypatch, 120)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2], [3]], [SamplingParams(), SamplingParams(max_tokens=300)])
         ready, cut = llm.interrupted
