@@ -167,7 +167,8 @@ class Engine:
         or, if the driver is amid something, with its next call."""
         self._abandoned.extend(request_ids)
         if not self.at_work and self.at_work.driver == threading.get_ident():
-            self._end_abandoned()
+            with self.at_work:  # which begins with them
+                pass
 
     def _end_abandoned(self) -> None:
         while self._abandoned:
