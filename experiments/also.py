@@ -1,84 +1,69 @@
-"""Sweeps that an experiment names beside its own: the same question answered on another device.
+"""Experiments that an experiment names beside its own: the same question answered on another device.
 
     +experiment=ratio      |ratio: simulated points| figures, what was found |
     also: [ratio_host]                                                       |ratio_host: measured points| ...
 
-Each has its own rows, figures, summary and folder, so simulated and measured numbers never meet in one table or figure.
-The companion is run as it stands in its file, without those that it names itself. Of the command line it takes what
-says where and how to run, nothing that says what to sweep; when the command line says that of the first sweep, somebody
-explores, and the companion is left out unless ``also=[...]`` asks for it.
+Each is a run of the app of its own, with its own rows, figures, summary and folder, so simulated and measured numbers
+never meet in one table or figure. The companion is run as it stands in its file, without those that it names itself. Of
+the command line it takes what says where and how to run, nothing that says what to sweep; when the command line says
+that of the first sweep, somebody explores, and the companion is left out unless ``also=[...]`` asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.compose import Composed, Composer
-from experiments.projection import duration, seconds_per_point, workers
 from experiments.results import ResultFolder
-from experiments.sweep import Sweep
-from hybridattn.core.errors import InputError
+from experiments.wording import among, key_of, literal
 
 FILE = "also.json"  # name of a companion -> its folder, relative to that of the first sweep
 SHARED = ("results_root", "paths", "tracker", "fail_fast", "debug", "local", "hydra.searchpath")
-OWN = ("experiment", "resume", "also", "launcher", "hydra/launcher", "hydra.launcher")  # of the first sweep alone
+OWN = ("experiment", "resume", "also", "hydra/launcher", "hydra/sweeper", "hydra")  # of the first sweep alone
 
 
-def companions(composer: Composer, first: Composed, check: Callable[[DictConfig], None]) -> list[Composed]:
-    """The sweeps to run after ``first``, composed and checked before anything runs."""
-    names = list(dict.fromkeys(first.master.also))
-    if not names or (exploring(first) and not _asked_for(first)):
-        return []
-    shared = [o for o in first.fixed if _among(o, SHARED)]
-    found = [composer.sweep([f"+experiment={name}", *shared], check) for name in names]
-    for name, other in zip(names, found, strict=True):
-        if name == first.master.name:
-            raise InputError(f"experiment {name} names itself under also")
-        if other.master.runner or not other.master.point:
-            raise InputError(f"experiment {first.master.name} names {name} under also, which is not a sweep")
+def companions(config: DictConfig) -> list[str]:
+    """Names of the experiments to run after this one."""
+    return [] if exploring(config) and not _asked_for(config) else list(dict.fromkeys(config.also))
+
+
+def command_line(config: DictConfig, name: str) -> list[str]:
+    """What the experiment ``name`` takes from the command line of this one."""
+    return [f"+experiment={name}", *(o for o in _given(config) if among(o, SHARED)), "also=[]"]
+
+
+def follow_ups(config: DictConfig, first: ResultFolder) -> list[list[str]]:
+    """Command lines of the experiments to run now; one that an earlier call began for this very sweep is resumed."""
+    begun = folders(first)
+    found = []
+    for name in companions(config):
+        words = [*command_line(config, name), literal("beside", str(first.path))]
+        found.append([*words, literal("resume", str(begun[name]))] if name in begun else words)
     return found
 
 
-def exploring(first: Composed) -> list[str]:
+def left_out(config: DictConfig) -> list[str]:
+    """That the companions will not be run, and how to change that."""
+    if companions(config) or not config.also:
+        return []
+    names = list(config.also)
+    return [f"{', '.join(names)}: left out, as the command line says what to sweep ({exploring(config)[0]}); add "
+            f"also=[{','.join(names)}] to run it as well"]  # fmt: skip
+
+
+def exploring(config: DictConfig) -> list[str]:
     """What the command line says of what is swept."""
-    return [o for o in first.given if not _among(o, SHARED + OWN)]
+    return [o for o in config.hydra.overrides.task if not among(o, SHARED + OWN)]
 
 
-def _asked_for(first: Composed) -> bool:
-    return any(_key(o) == "also" for o in first.given)
+def _asked_for(config: DictConfig) -> bool:
+    return any(key_of(o) == "also" for o in config.hydra.overrides.task)
 
 
-def _key(override: str) -> str:
-    return override.lstrip("+~").split("=", 1)[0].split("@", 1)[0]
-
-
-def _among(override: str, keys: Sequence[str]) -> bool:
-    return any(_key(override) == key or _key(override).startswith(f"{key}.") for key in keys)
-
-
-def announced(first: Composed, others: Sequence[Composed]) -> list[str]:
-    """What will be run after the first sweep, or that it will not be, and how to change that."""
-    left_out = list(first.master.also) if not others else []
-    if left_out:
-        names = ", ".join(left_out)
-        return [f"{names}: left out, as the command line says what to sweep ({exploring(first)[0]}); add "
-                f"also=[{','.join(left_out)}] to run it as well"]  # fmt: skip
-    parts = []
-    for other in others:
-        per_point, source = seconds_per_point(other.master)
-        seconds = len(other.points) * per_point / workers(other)
-        device = other.master.device.name
-        parts.append(f"{other.master.name} on {device}: {len(other.points)} points, projected {duration(seconds)} "
-                     f"({source})")  # fmt: skip
-    return [f"after {first.master.name} comes {'; '.join(parts)} (leave it out with also=[])"] if parts else []
-
-
-def begun_before(first: ResultFolder, other: Composed) -> Path | None:
-    """The folder in which an earlier call began the companion of this very first sweep, if one did."""
-    return folders(first).get(str(other.master.name))
+def _given(config: DictConfig) -> list[str]:
+    return [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
 
 
 def folders(first: ResultFolder) -> dict[str, Path]:
@@ -94,12 +79,12 @@ def remember(first: ResultFolder, other: ResultFolder, name: str) -> None:
     first.write_json(FILE, {**known, name: f"../../{name}/{other.path.name}"})
 
 
-def closing(sweeps: Sequence[Sweep]) -> list[str]:
+def closing(paths: Sequence[Path]) -> list[str]:
     """Where everything is."""
-    lines = [f"{s.name} ({_kinds(s)}): {s.folder.path}" for s in sweeps]
-    return [*lines, f"one page of all: python -m experiments.report {sweeps[0].folder.path}"]
+    lines = [f"{path.parent.name} ({_kinds(ResultFolder.open(path))}): {path}" for path in paths]
+    return [*lines, f"one page of all: python -m experiments.report {paths[0]}"]
 
 
-def _kinds(sweep: Sweep) -> str:
-    kinds = dict.fromkeys(str(r["kind"]) for r in sweep.folder.rows() if r["status"] == "ok")
+def _kinds(folder: ResultFolder) -> str:
+    kinds = dict.fromkeys(str(r["kind"]) for r in folder.rows() if r["status"] == "ok")
     return ", ".join(kinds) or "no point ran"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 
 from experiments.machines import kv_tokens
 from experiments.schema import App, Target
@@ -81,11 +82,26 @@ def sim_device(app: App, pricing: Pricing, record: bool = False) -> SimDevice:
 
 
 def workload_of(app: App) -> Workload:
-    """The workload of ``workload``: its ``_target_`` called with its options."""
-    found = made(app.workload)
+    """The workload of ``workload``: its ``_target_`` called with its options, drawn anew for every repeat.
+
+    A target that takes a ``seed`` gets that of its options (else ``app.seed``) plus the number of the repeat.
+    """
+    target = app.workload
+    if takes_seed(target):
+        seed = target.options.get("seed", app.seed) + app.repeat
+        target = replace(target, options={**target.options, "seed": seed})
+    found = made(target)
     if not isinstance(found, Workload):
         raise InputError(f"workload {app.workload.label}: {app.workload._target_} made a {type(found).__name__}")
     return found
+
+
+def takes_seed(target: Target) -> bool:
+    """Whether ``_target_`` has a parameter ``seed``."""
+    try:
+        return "seed" in inspect.signature(get_object(target._target_)).parameters
+    except Exception:  # nothing at that path, or nothing that tells its parameters: `made` says what is wrong
+        return False
 
 
 def made(target: Target) -> Any:

@@ -18,6 +18,7 @@ from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.trace import Trace, violations
 from hybridattn.metrics.report import RunMetrics, run_metrics
+from hybridattn.policies.registry import POLICIES
 
 SHOWN = "async_overlap"  # whose timeline and trace are kept
 WINDOW_NS = 25_000_000
@@ -41,6 +42,12 @@ class DemoSettings:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise InputError("settings.prompts holds no prompt")
+        for name in self.options:
+            if name not in (*self.policies, *POLICIES):
+                raise InputError(
+                    f"settings.options are those of the policy '{name}', which is unknown: policies are "
+                    f"{', '.join(POLICIES)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

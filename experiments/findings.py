@@ -3,12 +3,14 @@
 rows -> panels -> crossovers        "A10, async_overlap over gpu_only: pays from 8.25 ... on (8 to 9, ...)"
                -> a ladder          "A10, async_overlap: 16 cores are enough ..."
                -> neither of them   "A10, group 4: 0.61 (at 256) to 0.93 (at 16384)"
-     -> verdict(rows)               whatever the experiment's own function says
+     -> verdict(rows)               whatever the experiment's own function says; verdict(rows, config) may be asked
+                                    for the composed configuration as well
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,7 +80,7 @@ def extremes(series: Series, question: Question) -> str:
     return f"{name} from {least:.4g} (at {low:g}) to {most:.4g} (at {high:g})"
 
 
-def verdict_of(config: Any) -> Callable[[Rows], list[str]] | None:
+def verdict_of(config: Any) -> Callable[..., list[str]] | None:
     """The experiment's own verdict: what ``verdict`` names, else the function of that name beside ``point``."""
     if config.verdict:
         found: Any = resolve(config.verdict, "verdict")
@@ -96,7 +98,7 @@ def verdict_lines(config: Any, rows: Rows) -> list[str]:
         return []
     name = f"{judge.__module__}:{judge.__qualname__}"
     try:
-        lines = judge(rows)
+        lines = judge(rows, config) if len(inspect.signature(judge).parameters) > 1 else judge(rows)
     except Exception as error:  # somebody's function: the rows are safe, and what went wrong is said
         raise InputError(f"the verdict {name} failed ({type(error).__name__}: {error})") from error
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):

@@ -4,74 +4,71 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.compose import app_of
+from experiments.also import OWN, SHARED
+from experiments.composed import OUTSIDE, app_of
 from experiments.results import ResultFolder, finite
 from experiments.schema import App
 from experiments.settings import find
+from experiments.wording import among, key_of
 from hybridattn.core.errors import InputError
 
 PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What hydra calls for each point. Travels to other processes, so it holds plain values.
+def run_job(config: DictConfig) -> float | None:
+    """What hydra calls for each job: one point, or the whole of an experiment that is no sweep.
 
-    numbers : number of each point by its id (its own overrides, joined)
-    own : how many of a job's overrides are the point's own; they come last
-    commit : of the code that the sweep began with, which is the code that runs
+    Returns the value of ``analysis.y``, for sweepers that look for the best one.
     """
+    hydra = HydraConfig.get()
+    single = hydra.mode == RunMode.RUN
+    folder = ResultFolder.open(Path(hydra.run.dir if single else hydra.sweep.dir))
+    if config.runner:
+        runner = find(config.runner, "runner")
+        runner(runner.settings(config.settings), folder)
+        return None
+    sweep = folder.read_json("sweep.json")
+    overrides = list(hydra.overrides.task)
+    point_id = " ".join(overrides[len(overrides) - sweep["own"] :] if sweep["points"] else told_apart(overrides))
+    number = sweep["points"].index(point_id) if sweep["points"] else 0 if single else hydra.job.num
+    (folder.path / "points" / f"{number}.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    launcher = hydra.runtime.choices["hydra/launcher"]
+    if launcher != sweep["launcher"]:
+        raise InputError(f"point {point_id} says launcher {launcher}, but {sweep['launcher']} launched it")
+    swept = [*(hydra.sweeper.get("params") or {}), *(key_of(o) for o in overrides)]
+    row, error = run(app_of(config), coordinates(config, swept))
+    commit = sweep["commit"]  # of the code that the sweep began with, which is the code that runs
+    folder.add_row({"point_id": point_id, "point": number, "launcher": launcher, **row, "commit": commit})
+    if error is not None and config.fail_fast:
+        raise error
+    found = row.get(config.analysis.y)
+    return float(found) if isinstance(found, int | float) else None
 
-    folder: str
-    launcher: str
-    numbers: dict[str, int]
-    own: int
-    commit: str
-    fail_fast: bool
 
-    def __call__(self, config: DictConfig) -> None:
-        hydra = HydraConfig.get()
-        overrides = list(hydra.overrides.task)
-        own = overrides[len(overrides) - self.own :]
-        point_id = " ".join(own)
-        folder = ResultFolder.open(Path(self.folder))
-        number = self.numbers[point_id]
-        (folder.path / "points" / f"{number}.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
-        used = hydra.runtime.choices["hydra/launcher"]
-        if used != self.launcher:
-            raise InputError(f"point {point_id} says launcher {used}, but {self.launcher} launched it")
-        row, error = run(app_of(config), coordinates(own))
-        folder.add_row({"point_id": point_id, "point": number, "launcher": self.launcher, **row, "commit": self.commit})
-        if error is not None and self.fail_fast:
-            raise error
+def told_apart(overrides: Iterable[str]) -> list[str]:
+    """Overrides that say what a job of another sweeper runs, not where or how."""
+    return [o for o in overrides if not among(o, SHARED + OWN)]
 
 
-def coordinates(own: list[str]) -> dict[str, Any]:
-    """Swept values as columns: ``workload.options.arrivals.rate_per_s=0.5`` is ``rate_per_s`` 0.5.
+def coordinates(config: DictConfig, keys: Iterable[str]) -> dict[str, Any]:
+    """Values of swept keys as columns, as they were composed: ``workload.options.arrivals.rate_per_s`` is
+    ``rate_per_s``.
 
     A choice of a group (``hardware=t4``) is none: its label is a column already.
     """
-    pairs = (o.lstrip("+").split("=", 1) for o in own)
-    return {key.rsplit(".", 1)[1]: yaml.safe_load(value) for key, value in pairs if "." in key}
-
-
-def named_axes(app: App) -> dict[str, Any]:
-    """Values of the axes that the experiment file names, as columns; the command line may have fixed them."""
     found = {}
-    for key in app.sweep:
-        value: Any = app
-        for part in str(key).split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        if "." in str(key) and isinstance(value, PLAIN):
-            found[str(key).rsplit(".", 1)[1]] = value
+    for key in (key.lstrip("+") for key in keys):
+        value = OmegaConf.select(config, key) if "." in key and not among(key, OUTSIDE + ("paths", "hydra")) else None
+        if value is not None and isinstance(value, PLAIN):
+            found[key.rsplit(".", 1)[1]] = value
     return found
 
 
@@ -80,9 +77,9 @@ def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]
     started = time.perf_counter()
     origin = {
         "experiment": app.name, "policy": app.policy.label, "hardware": app.hardware.label, "model": app.model.label,
-        "workload": app.workload.label, "repeat": app.repeat,
+        "workload": app.workload.label, "repeat": app.repeat, "seed": app.seed + app.repeat,
     }  # fmt: skip
-    plain = {k: v for k, v in app.settings.items() if isinstance(v, PLAIN)} | named_axes(app) | at
+    plain = {k: v for k, v in app.settings.items() if isinstance(v, PLAIN)} | at
     error: Exception | None = None
     try:
         point = find(app.point, "point")

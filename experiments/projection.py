@@ -7,7 +7,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.compose import Composed
 from experiments.results import ResultFolder
 
 COMPOSE_S = 0.2  # to compose the configuration of a point
@@ -25,11 +24,16 @@ def seconds_per_point(config: DictConfig, folder: ResultFolder | None = None) ->
     return float(config.point_seconds) + COMPOSE_S, "as the experiment expects"
 
 
-def workers(composed: Composed) -> int:
-    """Points that the launcher runs at a time: processes of joblib, cores of a local Ray, else one."""
-    launcher, cores = composed.master.hydra.launcher, os.cpu_count() or 1
-    if composed.launcher == "ray":  # a point takes one core; of an existing cluster only Ray knows the size
+def workers(config: DictConfig) -> int:
+    """Points that the launcher runs at a time: processes of joblib, cores of a local Ray or submitit, jobs of a
+    cluster's queue, else one."""
+    name, launcher, cores = config.hydra.runtime.choices["hydra/launcher"], config.hydra.launcher, os.cpu_count() or 1
+    if name == "ray":  # a point takes one core; of an existing cluster only Ray knows the size
         return launcher.ray.init.get("num_cpus") or cores
+    if name == "submitit_local":
+        return cores
+    if name == "submitit_slurm":
+        return launcher.array_parallelism
     jobs = launcher.get("n_jobs", 1)
     return cores + 1 + jobs if jobs < 0 else jobs
 

@@ -16,9 +16,17 @@ class ResultFolder:
     """Files of one run. Rows are on disk as soon as they are added, also from several processes at once."""
 
     def __init__(self, root: Path, name: str) -> None:
-        if not name or Path(name).name != name:
-            raise InputError(f"name of an experiment must be a plain folder name, got '{name}'")
-        self.path = _new_folder(root / name)
+        self._begin(root / check_name(name) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
+
+    @classmethod
+    def new(cls, path: Path) -> ResultFolder:
+        """A new folder at ``path``, numbered where there is one already."""
+        folder = cls.__new__(cls)
+        folder._begin(path)
+        return folder
+
+    def _begin(self, path: Path) -> None:
+        self.path = _new_folder(path).resolve()
         self.rows_file.touch()
         _point_latest_at(self.path)
 
@@ -79,17 +87,23 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **dict.fromkeys(bad), "not_finite": ",".join(bad)} if bad else row
 
 
-def _new_folder(parent: Path) -> Path:
-    """A folder named after the second, numbered when several runs start in the same one."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+def check_name(name: str) -> str:
+    """The name of an experiment, which is that of a folder."""
+    if not name or Path(name).name != name:
+        raise InputError(f"name of an experiment must be a plain folder name, got '{name}'")
+    return name
+
+
+def _new_folder(path: Path) -> Path:
+    """``path``, named after the second, and numbered when several runs start in the same one."""
     for number in range(1000):
-        folder = parent / (stamp if number == 0 else f"{stamp}-{number}")
+        folder = path if number == 0 else path.with_name(f"{path.name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
         return folder
-    raise InputError(f"1000 runs began within one second under {parent}")
+    raise InputError(f"1000 runs began within one second under {path.parent}")
 
 
 def _point_latest_at(folder: Path) -> None:

@@ -129,6 +129,8 @@ class App:
         end; empty: a function ``verdict`` in the module of ``point``, where there is one
     also : experiments whose sweeps come after this one, each with rows, figures and a folder of its own, as they stand
         in their files; left out when the command line changes what is swept
+    seed : of everything drawn at random; repeat ``i`` of a point draws with ``seed + i``
+    beside : the folder of the sweep that this one comes after
     """
 
     name: str = ""
@@ -139,9 +141,10 @@ class App:
     also: list[str] = field(default_factory=list)
     results_root: str = "results"
     settings: dict[str, Any] = field(default_factory=dict)
-    sweep: dict[str, Any] = field(default_factory=dict)  # override key -> values, as on the command line
     repeats: int = 1
     repeat: int = 0
+    seed: int = 0
+    beside: str = ""
     point_seconds: float = 1.0  # expected, for the projection before anything is known
     resume: Any = False  # true: the latest folder of this experiment; or the path of one
     fail_fast: bool = False

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.wording import renamed
 from hybridattn.core.errors import InputError
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ def parse(schema: type[T], given: DictConfig | dict[str, Any] | None) -> T:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "settings"
         message = str(error).splitlines()[0]
-        raise InputError(f"settings of the experiment: {message} (at {key})") from error
+        raise InputError(f"settings of the experiment: {message} (at {key}){renamed(key)}") from error
     assert isinstance(found, schema)
     return found
 

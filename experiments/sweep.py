@@ -1,6 +1,6 @@
-"""A sweep: count the points, project the time, launch what is missing, watch the rows come in.
+"""A sweep: compose and check every value, project the time, launch what is missing, watch the rows come in.
 
-main process     count -> project -> launcher.launch(points) ------------------------> rows, figures, summary
+main process     check -> project -> launcher.launch(points) ------------------------> rows; callbacks.Results ends it
 launcher         |point 0: row|point 1: row|point 2: failed, row| ...      (here, in processes, or in a cluster)
 watcher thread        reads rows.jsonl, moves the progress bar
 """
@@ -8,157 +8,184 @@ watcher thread        reads rows.jsonl, moves the progress bar
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
-from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode, TaskFunction
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.compose import Composed, Composer
-from experiments.point import Job
+from experiments.also import command_line, companions, left_out
+from experiments.axes import Axes, expand
+from experiments.begin import begin
+from experiments.composed import check, plain_values
+from experiments.ended import say
 from experiments.projection import duration, seconds_per_point, workers
 from experiments.results import ResultFolder
+from experiments.wording import sentence
 from hybridattn.core.errors import InputError
-from hybridattn.core.provenance import git_commit
 
 WATCH_S = 0.2
-HERE = "basic"  # the launcher that runs points in this process
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How many points have a good row, how many failed, and whether the sweep was cut short."""
-
-    ok: int
-    failed: int
-    missing: int
-
-
-class ComposedOnce:
-    """Hydra's loader for a launcher of this process: a point that was composed to check it isn't composed again."""
-
-    def __init__(self, loader: ConfigLoader, composed: Composed) -> None:
-        self.loader, self.checked, self.own = loader, composed.checked, len(composed.points[0])
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """The configuration of a point; its own overrides are the last ones."""
-        kept = self.checked.pop(tuple(sweep_overrides[len(sweep_overrides) - self.own :]), None)
-        if kept is None:
-            return self.loader.load_sweep_config(master_config, sweep_overrides)
-        OmegaConf.copy_cache(from_config=master_config, to_config=kept)  # as hydra does: one time stamp for all points
-        return kept
 
 
 class Sweep:
     """One sweep in one result folder."""
 
-    def __init__(self, composer: Composer, composed: Composed, console: Console, begun: Path | None = None) -> None:
-        """``begun`` is a folder to go on with, whatever the configuration says of ``resume``."""
-        self.composer = composer
-        self.composed = composed
-        self.console = console
-        config = composed.master
-        self.root = Path(config.results_root)
-        self.name = str(config.name)
-        self.ids = [" ".join(point) for point in composed.points]
-        self.folder = self._folder(begun or config.resume)
-        self.done = {r["point_id"] for r in self.folder.rows() if r.get("status") == "ok"}
+    def __init__(
+        self,
+        context: HydraContext,
+        task: TaskFunction,
+        config: DictConfig,
+        params: Mapping[str, Any],
+        max_batch_size: int | None,
+    ) -> None:
+        self.context = context
+        self.task = task
+        self.config = config
+        self.params = params
+        self.max_batch_size = max_batch_size
 
-    # -- the folder --------------------------------------------------------------------------------------------------
+    def run(self, arguments: Sequence[str]) -> list[Any]:
+        """Every point without a good row; what hydra's launcher returned."""
+        config = self.config
+        check(config)
+        if config.runner:
+            raise InputError(f"{config.name} is no sweep: it runs once, without --multirun and with one value per key")
+        axes = expand(self.params, arguments, config.repeats)
+        composed = self._composed(config, axes)
+        announced = self._announced()
+        ids = [" ".join(point) for point in axes.points]
+        folder = begin(config, ids, len(axes.values), composed)
+        say(*announced) if announced else None
+        done = {r["point_id"] for r in folder.rows() if r.get("status") == "ok"}
+        left = [point for point, key in zip(axes.points, ids, strict=True) if key not in done]
+        self._project(folder, len(left), len(done))
+        if not left:
+            return []
+        with _progress(folder, str(config.name), len(ids), len(done)):
+            return self._launch(folder, [[*axes.fixed, *point] for point in left])
 
-    def _folder(self, resume: Any) -> ResultFolder:
-        fixed = [o for o in self.composed.fixed if not o.startswith(("resume=", "launcher=", "fail_fast=", "also="))]
-        if resume:
-            folder = ResultFolder.open(self.root / self.name / "latest" if resume is True else Path(str(resume)))
-            before = folder.read_json("sweep.json")
-            if (before["overrides"], before["points"]) != (fixed, self.ids):
+    # -- before anything runs ----------------------------------------------------------------------------------------
+
+    def _composed(self, config: DictConfig, axes: Axes) -> dict[str, Any]:
+        """Plain values of the points among which every value occurs, each composed and checked."""
+        found = {}
+        for own in axes.probes:
+            point = self._compose_point(config, [*axes.fixed, *own])
+            asked, used = (c.hydra.runtime.choices["hydra/launcher"] for c in (point, config))
+            if asked != used:
                 raise InputError(
-                    f"{folder.path} holds another sweep: it was started with '{' '.join(before['overrides'])}' and has "
-                    f"{len(before['points'])} points, this one has '{' '.join(fixed)}' and {len(self.ids)}"
+                    f"{' '.join(own)} chooses the launcher {asked} inside a sweep that {used} launches: choose it with "
+                    f"hydra/launcher={asked} on the command line"
                 )
-            folder.mend()
-            return folder
-        folder = ResultFolder(self.root, self.name)
-        (folder.path / "points").mkdir()
-        document = {"name": self.name, "overrides": fixed, "points": self.ids, "launcher": self.composed.launcher}
-        folder.write_json("sweep.json", {**document, "command": list(self.composed.given), "commit": git_commit()})
-        return folder
+            check(point)
+            found[" ".join(own)] = plain_values(point)
+        return found
+
+    def _compose_point(self, config: DictConfig, overrides: list[str]) -> DictConfig:
+        try:
+            return self.context.config_loader.load_sweep_config(config, overrides)
+        except Exception as error:  # hydra and omegaconf answer some wrong kinds with Python's own errors
+            where = "" if isinstance(error, HydraException) else f"{' '.join(overrides)} cannot be composed: "
+            raise InputError(where + sentence(error)) from error
+
+    def _announced(self) -> list[str]:
+        """What will be run after this sweep, all of it composed and checked, or that it will not be."""
+        parts = []
+        for name in companions(self.config):
+            other, points = self._companion(name)
+            per_point, source = seconds_per_point(other)
+            time = duration(points * per_point / workers(other))
+            parts.append(f"{other.name} on {other.device.name}: {points} points, projected {time} ({source})")
+        if not parts:
+            return left_out(self.config)
+        return [f"after {self.config.name} comes {'; '.join(parts)} (leave it out with also=[])"]
+
+    def _companion(self, name: str) -> tuple[DictConfig, int]:
+        """The master configuration of a companion, and how many points it has."""
+        words = command_line(self.config, name)
+        try:
+            other = self.context.config_loader.load_configuration("config", words, run_mode=RunMode.RUN)
+        except HydraException as error:
+            raise InputError(sentence(error)) from error
+        if name == self.config.name:
+            raise InputError(f"experiment {name} names itself under also")
+        if other.runner or not other.point:
+            raise InputError(f"experiment {self.config.name} names {name} under also, which is not a sweep")
+        axes = expand(other.hydra.sweeper.params or {}, list(other.hydra.overrides.task), other.repeats)
+        self._composed(other, axes)
+        return other, len(axes.points)
+
+    def _project(self, folder: ResultFolder, left: int, done: int) -> None:
+        per_point, source = seconds_per_point(self.config, folder)
+        at_once = min(workers(self.config), max(1, left))
+        skipped = f", {done} done before" if done else ""
+        launcher = self.config.hydra.runtime.choices["hydra/launcher"]
+        say(
+            f"{self.config.name}: {left} points{skipped}, launcher {launcher} ({at_once} at a time), projected "
+            f"{duration(left * per_point / at_once)} ({per_point:.2g} s a point, {source})"
+        )
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Launch every point without a good row."""
-        left = [point for point, key in zip(self.composed.points, self.ids, strict=True) if key not in self.done]
-        self._announce(len(left))
-        if left:
-            self._launch(left)
-
-    def outcome(self) -> Outcome:
-        """What the rows say by now."""
-        rows = {r["point_id"]: r["status"] for r in self.folder.rows()}
-        states = [rows.get(key) for key in self.ids]
-        return Outcome(states.count("ok"), states.count("failed"), states.count(None))
-
-    def _announce(self, left: int) -> None:
-        per_point, source = seconds_per_point(self.composed.master, self.folder)
-        at_once = min(workers(self.composed), max(1, left))
-        skipped = f", {len(self.done)} done before" if self.done else ""
-        self.console.print(
-            f"{self.name}: {left} points{skipped}, launcher {self.composed.launcher} ({at_once} at a time), projected "
-            f"{duration(left * per_point / at_once)} ({per_point:.2g} s a point, {source})",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    def _launch(self, points: Sequence[tuple[str, ...]]) -> None:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=self.console) as progress:
-            task = progress.add_task(self.name, total=len(self.ids), completed=len(self.done))
-            stop = threading.Event()
-            watcher = threading.Thread(target=self._watch, args=(progress, task, stop), daemon=True)
-            watcher.start()
-            try:
-                self._launch_batches(points)
-            finally:
-                stop.set()
-                watcher.join()
-
-    def _launch_batches(self, points: Sequence[tuple[str, ...]]) -> None:
-        config, fail_fast = self.composed.master, bool(self.composed.master.fail_fast)
-        assert self.composer.hydra is not None
-        with open_dict(config):
-            config.hydra.sweep.dir = str(self.folder.path / "points")
-        numbers = {key: i for i, key in enumerate(self.ids)}
-        own = len(self.composed.points[0])
-        job = Job(str(self.folder.path.resolve()), self.composed.launcher, numbers, own, git_commit(), fail_fast)
-        loader: Any = self.composer.hydra.config_loader
-        if self.composed.launcher == HERE:
-            loader = ComposedOnce(loader, self.composed)
-        context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
-        size = workers(self.composed) if fail_fast else len(points)
-        fixed = [o for o in self.composed.fixed if not o.lstrip("+~").startswith("hydra")]  # the master's hydra
-        for at in range(0, len(points), size):
-            batch = [[*fixed, *point] for point in points[at : at + size]]
-            returns = launcher.launch(batch, initial_job_idx=at)
-            failed = next((r for r in returns if r.status != JobStatus.COMPLETED), None)
-            if failed is not None:
-                if not fail_fast:
+    def _launch(self, folder: ResultFolder, jobs: Sequence[list[str]]) -> list[Any]:
+        """Jobs through the launcher; why it stopped early, if it did, goes to ``sweep.json``."""
+        launcher = Plugins.instance().instantiate_launcher(self.context, self.task, self.config)
+        document = {k: v for k, v in folder.read_json("sweep.json").items() if k != "stopped"}
+        folder.write_json("sweep.json", document)
+        returns: list[Any] = []
+        size = self._batch(len(jobs))
+        try:
+            for at in range(0, len(jobs), size):
+                returns += launcher.launch(jobs[at : at + size], initial_job_idx=at)
+                failed = next((r for r in returns if r.status != JobStatus.COMPLETED), None)
+                if failed is not None and self.config.fail_fast:
+                    return returns
+                if failed is not None:
                     _ = failed.return_value  # nothing but the app itself can fail here: let it be seen
-                return
+        except KeyboardInterrupt:
+            folder.write_json("sweep.json", {**document, "stopped": "interrupted"})
+        except InputError:
+            raise
+        except Exception as error:  # a worker process was killed, a cluster went away: the rows that came are kept
+            name = self.config.hydra.runtime.choices["hydra/launcher"]
+            why = f"the launcher {name} failed ({type(error).__name__}: {error})"
+            folder.write_json("sweep.json", {**document, "stopped": why})
+        return returns
 
-    def _watch(self, progress: Progress, task: Any, stop: threading.Event) -> None:
-        while not stop.wait(WATCH_S):
-            progress.update(task, completed=len(self.folder.rows()))
-        progress.update(task, completed=len(self.folder.rows()))
+    def _batch(self, jobs: int) -> int:
+        """Jobs that the launcher gets at a time: with ``fail_fast`` as many as run at once. submitit's local executor
+        would start all of them at once."""
+        if self.max_batch_size:
+            return self.max_batch_size
+        name = self.config.hydra.runtime.choices["hydra/launcher"]
+        return workers(self.config) if self.config.fail_fast or name == "submitit_local" else jobs
+
+
+@contextmanager
+def _progress(folder: ResultFolder, name: str, total: int, done: int) -> Iterator[None]:
+    """A bar that follows the rows for the time of a with block."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console()) as progress:
+        task = progress.add_task(name, total=total, completed=done)
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(WATCH_S):
+                progress.update(task, completed=len(folder.rows()))
+            progress.update(task, completed=len(folder.rows()))
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()

@@ -79,7 +79,7 @@ def point(app: App, settings: HereSettings) -> dict[str, Any]:
     source = resolve(app.model.load)
     if source.folder is None:
         raise InputError(f"model {app.model.label} has no tokenizer to measure: choose model=smollm2")
-    asked = {"folder": str(source.folder), "settings": asdict(settings), "seed": app.repeat}
+    asked = {"folder": str(source.folder), "settings": asdict(settings), "seed": app.seed + app.repeat}
     argv = [sys.executable, "-m", "experiments.points.control_here"]
     done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:

@@ -82,7 +82,8 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     ) as llm:
         vocabulary = llm.model.config.shape.vocab_size
         prompts = [
-            [(7 + 31 * app.repeat + 13 * i + 3 * j) % vocabulary for j in range(prompt_tokens)] for i in range(total)
+            [(7 + 31 * (app.seed + app.repeat) + 13 * i + 3 * j) % vocabulary for j in range(prompt_tokens)]
+            for i in range(total)
         ]
         llm.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
         llm.trace(), llm.take_records()

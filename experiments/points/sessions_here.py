@@ -37,7 +37,9 @@ def serve(app: App, s: SessionSettings) -> dict[str, Any]:
         vocabulary = llm.model.config.shape.vocab_size
 
         def tokens(index: int, item: WorkItem) -> list[int]:
-            return [(7 + 31 * app.repeat + 13 * index + 3 * j) % vocabulary for j in range(item.prompt_tokens)]
+            return [
+                (7 + 31 * (app.seed + app.repeat) + 13 * index + 3 * j) % vocabulary for j in range(item.prompt_tokens)
+            ]
 
         def lengths(index: int, item: WorkItem) -> SamplingParams:
             return SamplingParams(max_tokens=item.output_tokens, ignore_eos=True)

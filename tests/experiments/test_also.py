@@ -7,9 +7,9 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from experiments.compose import CONFIGS
 from experiments.report import main as report
 from experiments.run import main
+from experiments.wording import CONFIGS
 
 POINT = """
 from dataclasses import dataclass
@@ -37,9 +37,12 @@ title: "simulated apples"
 point: pair_points:point
 also: [pair_here]
 settings: {x: 1, kind: simulated, stop_file: ""}
-sweep:
-  settings.x: 2,4
-  policy: gpu_only,async_overlap
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      settings.x: 2,4
+      policy: gpu_only,async_overlap
 analysis: {x: x, y: y, baseline: gpu_only, candidate: async_overlap}
 """
 HERE = """
@@ -53,8 +56,11 @@ title: "measured apples"
 also: []
 repeats: 2
 settings: {kind: measured}
-sweep:
-  settings.x: 3
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      settings.x: 3
 """
 
 
@@ -119,7 +125,7 @@ def test_it_can_be_left_out_without_a_word(tmp_path, run, capsys):
 
 
 def test_how_to_run_is_shared_and_the_launcher_is_not(tmp_path, run):
-    assert run("+debug=quick", "launcher=joblib", "hydra.launcher.n_jobs=1") == 0
+    assert run("+debug=quick", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1") == 0
     assert {r["launcher"] for r in rows(tmp_path, "pair")} == {"joblib"}
     assert {r["launcher"] for r in rows(tmp_path, "pair_here")} == {"basic"}  # measured points disturb each other
     assert len(rows(tmp_path, "pair_here")) == 2  # repeats: 1 of debug=quick

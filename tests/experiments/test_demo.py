@@ -53,6 +53,10 @@ def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, c
         (("+experiment=demo", "settings.max_tokens=many"), "max_tokens"),
         (("+experiment=demo", "settings.prompts=[]"), "settings.prompts holds no prompt"),
         (("+experiment=demo", "settings.policies=[nonsense]"), "policy 'nonsense' is unknown"),
+        (
+            ("+experiment=demo", "+settings.options.async_overlp={max_wait_us: 3}"),
+            "of the policy 'async_overlp', which is",
+        ),
     ],
 )
 def test_bad_settings_get_one_sentence_and_exit_code_2(tmp_path, overrides, message, capsys):

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from experiments.build import cost_of, policy_of, pricing_of
-from experiments.compose import app_of, configs
+from experiments.composed import app_of
 from experiments.run import main
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Policy
@@ -59,6 +60,11 @@ SIMULATED = (
     "neo_fig10a_scan", "speed", "flat", "azure",
 )  # fmt: skip
 ELSEWHERE = {"demo": "test_demo.py", "validate": "test_validate.py"} | dict.fromkeys(SIMULATED, "test_sim_scripts.py")
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", list(overrides))
 
 
 def names(group):
@@ -161,21 +167,18 @@ def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(shr
 
 @pytest.mark.parametrize("name", [n for n in names("policy")])
 def test_every_policy_file_makes_its_policy(name):
-    with configs() as composer:
-        app = app_of(composer.compose([f"policy={name}"]))
+    app = app_of(composed(f"policy={name}"))
     policy = policy_of(app, Costs(cost_of(app), pricing_of(app)))
     assert isinstance(policy, Policy) and app.policy.label == name
 
 
 @pytest.mark.parametrize("name", [n for n in names("hardware") if n != "here"])
 def test_every_hardware_file_prices_a_model(name):
-    with configs() as composer:
-        app = app_of(composer.compose([f"hardware={name}"]))
+    app = app_of(composed(f"hardware={name}"))
     assert Costs(cost_of(app), pricing_of(app)).step_ns(1, 100) > 0
 
 
 @pytest.mark.parametrize("group", ["model", "workload", "device", "tracker", "paths", "debug"])
 def test_every_file_of_a_group_composes(group):
-    with configs() as composer:
-        for name in names(group):
-            app_of(composer.compose([f"+debug={name}" if group == "debug" else f"{group}={name}"]))
+    for name in names(group):
+        app_of(composed(f"+debug={name}" if group == "debug" else f"{group}={name}"))

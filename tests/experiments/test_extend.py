@@ -71,7 +71,7 @@ def rows(mine, name):
 
 
 def run(mine, *overrides):
-    return main([f"results_root={mine}/results", f"hydra.searchpath=[file://{mine}]", *overrides])
+    return main(["-m", f"results_root={mine}/results", f"hydra.searchpath=[file://{mine}]", *overrides])
 
 
 def test_the_policy_is_no_longer_than_thirty_lines(mine):

@@ -51,7 +51,7 @@ def run(tmp_path, monkeypatch, request):
     (tmp_path / f"{name}.py").write_text(POINTS + getattr(request, "param", ""))
     (tmp_path / "elsewhere.py").write_text(VERDICT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda *more: main(["name=made", f"point={name}:point", f"results_root={tmp_path}/results", *more])
+    return lambda *more: main(["-m", "name=made", f"point={name}:point", f"results_root={tmp_path}/results", *more])
 
 
 def test_it_ends_with_the_crossover_of_every_series_its_interval_and_its_unit(run, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 
-from experiments.compose import CONFIGS, configs
 from experiments.run import main
-from experiments.sweep import ComposedOnce
-from hybridattn.core.errors import InputError
+from experiments.wording import quoted
 
 ROOT = Path(__file__).parents[2]
 POINTS = """
@@ -38,7 +35,7 @@ def divide(app, settings):
     origin = {"kind": "simulated", "device": "sim", "profile": "none"}
     return {**origin, "value": 12 / settings.divisor, "bad": float("inf")}
 """
-BASE = ["name=divide", "point=my_points:divide", "+settings.sleep_s=0"]
+BASE = ["-m", "name=divide", "point=my_points:divide", "+settings.sleep_s=0"]
 KEYS = {"crossover", "source", "device", "profile", "commit", "points", "failed"}
 
 
@@ -59,7 +56,7 @@ def rows(tmp_path):
 
 
 def test_a_sweep_leaves_rows_table_summary_and_configurations(tmp_path, run, capsys):
-    assert run("+settings.divisor=1,2,3", "-m") == 0
+    assert run("+settings.divisor=1,2,3") == 0
     out = capsys.readouterr().out
     assert "divide: 3 points, launcher basic (1 at a time), projected 4 s" in out and "3/3" in out
     found = rows(tmp_path)
@@ -112,48 +109,29 @@ def test_resume_refuses_another_sweep_and_what_is_not_there(tmp_path, run, capsy
 
 
 def test_H01_the_launcher_really_used_is_in_the_rows_and_no_point_may_choose_another(tmp_path, run, capsys):
-    assert run("+settings.divisor=1", "launcher=basic,joblib") == 2
-    assert "launcher takes one value" in capsys.readouterr().err
+    assert run("+settings.divisor=1", "hydra/launcher=basic,joblib") == 2
+    assert "Sweeping over Hydra's configuration is not supported" in capsys.readouterr().err
     assert run("+settings.divisor=1", "+experiment=ratio,capacity") == 2
     assert "experiment takes one value" in capsys.readouterr().err
 
 
-def test_H01_a_swept_config_that_chooses_a_launcher_is_refused(tmp_path):
-    shutil.copytree(CONFIGS, tmp_path / "configs")
-    extra = tmp_path / "configs" / "extra"
+def test_H01_a_swept_config_that_chooses_a_launcher_is_refused(tmp_path, run, capsys):
+    extra = tmp_path / "extra"
     extra.mkdir()
     (extra / "here.yaml").write_text("# @package _global_\nfail_fast: true\n")
     (extra / "there.yaml").write_text("# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\n")
-    with configs(tmp_path / "configs") as composer:
-        with pytest.raises(InputError, match="chooses the launcher joblib inside a sweep that basic launches"):
-            composer.sweep(["+extra=here,there"])
-        assert composer.sweep(["+extra=there"]).launcher == "joblib"  # not swept: it is what launches
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [["+experiment=ratio", "policy=gpu_only,async_overlap", "settings.ratio=8,16", "repeats=2"],
-     ["+experiment=sessions", "hardware=a10", "hydra.verbose=true", "hydra.launcher={}"]],
-)  # fmt: skip
-def test_a_point_that_was_composed_to_check_it_is_what_hydra_composes_for_the_launcher(overrides):
-    with configs() as composer:
-        composed, hydra = composer.sweep(overrides), composer.hydra.config_loader
-        assert 1 < len(composed.checked) <= len(composed.points)
-        loader = ComposedOnce(hydra, composed)
-        for point in composed.points:
-            job = [*(o for o in composed.fixed if not o.startswith("hydra")), *point]
-            want = hydra.load_sweep_config(composed.master, job)
-            checked = composed.checked.get(point)
-            found = loader.load_sweep_config(composed.master, job)
-            assert (found is checked) == (checked is not None)
-            assert OmegaConf.to_container(found) == OmegaConf.to_container(want)
-            assert list(found.hydra.overrides.task) == job
-        assert not composed.checked  # each is handed out once: who runs it may change it
+    where = f"hydra.searchpath=[file://{tmp_path}]"
+    assert run(where, "+extra=here,there") == 2
+    assert "chooses the launcher joblib inside a sweep that basic launches" in capsys.readouterr().err
+    assert run(where, "+extra=there", "hydra.launcher.n_jobs=1") == 0  # not swept: it is what launches
+    assert [r["launcher"] for r in rows(tmp_path)] == ["joblib"]
 
 
 def test_joblib_runs_points_in_other_processes_and_keeps_every_row(tmp_path):
     (tmp_path / "my_points.py").write_text(POINTS)
-    done = command(tmp_path, "launcher=joblib", "hydra.launcher.n_jobs=2", "+settings.divisor=1,2,0,4").communicate()
+    done = command(
+        tmp_path, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "+settings.divisor=1,2,0,4"
+    ).communicate()
     found = sorted(rows(tmp_path), key=lambda r: r["point"])
     assert [(r["launcher"], r["status"]) for r in found] == [("joblib", s) for s in ("ok", "ok", "failed", "ok")], done
     assert "launcher joblib (2 at a time)" in done[0]
@@ -178,11 +156,32 @@ def divide(app, settings):
 """
 
 
+@pytest.mark.skipif(find_spec("submitit") is None, reason="hydra-submitit-launcher is not installed")
+def test_submitit_runs_points_as_jobs_of_this_machine(tmp_path):
+    (tmp_path / "my_points.py").write_text(POINTS)
+    process = command(tmp_path, "hydra/launcher=submitit_local", "+settings.divisor=1,0,4")
+    done = process.communicate(timeout=300)
+    found = sorted(rows(tmp_path), key=lambda r: r["point"])
+    assert [(r["launcher"], r["status"]) for r in found] == [("submitit_local", s) for s in ("ok", "failed", "ok")], (
+        done
+    )
+    assert process.returncode == 1 and "launcher submitit_local (" in done[0]
+    assert list((latest(tmp_path) / ".submitit").glob("*/*_log.out"))
+
+
+def test_slurm_is_composed_as_its_launcher_documents_it(capsys):
+    pytest.importorskip("submitit")
+    words = ["--cfg", "hydra", "-p", "hydra.launcher", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=cpu"]
+    assert main(["+experiment=ratio", *words]) == 0
+    out = capsys.readouterr().out
+    assert "SlurmLauncher" in out and "partition: cpu" in out and "array_parallelism: 256" in out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is None, reason="hydra-ray-launcher is not installed")
 def test_ray_runs_points_on_a_local_cluster_and_stops_it(tmp_path):
     (tmp_path / "my_points.py").write_text(RAY_POINT)
-    process = command(tmp_path, "launcher=ray", "+hydra.launcher.ray.init.num_cpus=2", "+settings.x=1,2,0,4")
+    process = command(tmp_path, "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2", "+settings.x=1,2,0,4")
     out, err = process.communicate(timeout=300)
     found = sorted(rows(tmp_path), key=lambda r: r["point"])
     assert [(r["launcher"], r["status"]) for r in found] == [("ray", s) for s in ("ok", "ok", "failed", "ok")], err
@@ -238,3 +237,141 @@ def test_bad_input_is_one_sentence_and_exit_code_2_before_anything_runs(tmp_path
     err = capsys.readouterr().err
     assert message in err and err.startswith("experiments.run: ") and len(err.strip().splitlines()) == 1
     assert not (tmp_path / "results").exists()
+
+
+# -- what Hydra itself offers ----------------------------------------------------------------------------------------
+
+
+def test_hydras_own_sweeper_gathers_rows_as_well(tmp_path, run, capsys):
+    assert run("hydra/sweeper=basic", "+settings.divisor=1,0,2") == 1
+    assert [(r["point"], r["status"], r["divisor"]) for r in rows(tmp_path)] == [
+        (0, "ok", 1),
+        (1, "failed", 0),
+        (2, "ok", 2),
+    ]
+    assert (latest(tmp_path) / "multirun.yaml").is_file() and "2 points ran, 1 failed" in capsys.readouterr().out
+    assert run("hydra/sweeper=basic", "+settings.divisor=1,2", "resume=true") == 2
+    assert "resume is for a sweep of hydra/sweeper=points" in capsys.readouterr().err
+
+
+def test_one_point_runs_without_a_sweep(tmp_path, run, capsys):
+    assert main([*BASE[1:], f"results_root={tmp_path}/results", "+settings.divisor=3"]) == 0
+    assert [(r["point"], r["value"]) for r in rows(tmp_path)] == [(0, 4.0)]
+    assert "1 points ran, 0 failed" in capsys.readouterr().out
+
+
+def test_a_swept_value_without_multirun_says_what_to_write(tmp_path, run, capsys):
+    assert main([*BASE[1:], f"results_root={tmp_path}/results", "+settings.divisor=1,2"]) == 2
+    assert "+settings.divisor=1,2 is more than one value: add -m (--multirun) to sweep it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cfg", "job", "+experiment=ratio"], "name: ratio\n"),
+        (["--cfg", "hydra", "+experiment=ratio"], "settings.ratio: 0.25,0.5,1,2,4,8,16"),
+        (["--help"], "experiment: capacity"),
+        (["--info", "plugins"], "PointSweeper"),
+        (["--info", "defaults", "+experiment=ratio"], "experiment/ratio"),
+    ],
+)
+def test_hydras_options_print_and_run_nothing(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert says in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_tab_completion_knows_the_experiments_from_any_folder(tmp_path):
+    file = ROOT / "experiments" / "run.py"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env["COMP_LINE"] = f"python {file} +experiment=rati"
+    argv = [sys.executable, str(file), "-sc", "query=bash"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["+experiment=ratio", "+experiment=ratio_host"], done.stderr
+
+
+def test_the_app_runs_from_any_folder_and_writes_there(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    argv = [sys.executable, str(ROOT / "experiments" / "run.py"), "+experiment=overlap", "hardware=a10"]
+    done = subprocess.run([*argv, "settings.fraction=0,1"], cwd=tmp_path, env=env, capture_output=True, text=True,
+                          timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "results/overlap/latest/rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_folder_of_ones_own_is_taken_and_numbered_when_it_is_there(tmp_path, run):
+    where = f"hydra.sweep.dir='{tmp_path}/a, (b)=c'"
+    assert run(where, "+settings.divisor=1,2") == 0 and run(where, "+settings.divisor=1,2") == 0
+    for name in ("a, (b)=c", "a, (b)=c-1"):
+        assert len((tmp_path / name / "rows.jsonl").read_text().splitlines()) == 2
+
+
+# -- labels, names and values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["launcher=joblib"], "launcher is now hydra/launcher, so write hydra/launcher=joblib"),
+        (["sweep.hardware=a10,t4"], "the axes of a sweep are now hydra.sweeper.params; write hardware=a10,t4"),
+        (["settings.passes=3"], "passes is now called steps"),
+        (["policy.options.patience_us=3"], "patience_us is now called max_wait_us"),
+        (["+experiment=overlap", "+experiment=rate"], "one experiment at a time, got +experiment=overlap and"),
+        (["results_root=/a,b"], """one text with a comma is written 'results_root="/a,b"'"""),
+        (
+            ["+settings.profile=/a/b,c.json"],
+            """a path that holds a comma is written '+settings.profile="/a/b,c.json"'""",
+        ),
+        (["results_root=/a=b"], """as one text it is written 'results_root="/a=b"'"""),
+        (["results_root=/a(b"], """as one text it is written 'results_root="/a(b"'"""),
+    ],
+)
+def test_old_names_and_values_that_need_quotes_say_what_to_write(tmp_path, run, capsys, words, says):
+    assert run(*words) == 2
+    err = capsys.readouterr().err
+    assert says in err and len(err.strip().splitlines()) == 1 and not (tmp_path / "results").exists()
+
+
+def test_a_file_with_the_old_axes_says_where_they_are_now(tmp_path, run, capsys):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "old.yaml").write_text("# @package _global_\nname: old\nsweep: {policy: gpu_only}\n")
+    assert run(f"hydra.searchpath=[file://{tmp_path}]", "+experiment=old") == 2
+    assert "sweep is now called hydra.sweeper.params" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a,b", "a=b", "a(b", "a b", "it's", 'say "x"', "{a}", "$x", "back\\"])
+def test_any_path_can_be_written_as_the_message_says(tmp_path, run, name):
+    [word] = shlex.split(quoted("results_root", f"{tmp_path}/{name}"))
+    assert run(word, "+settings.divisor=1,2") == 0
+    assert len((tmp_path / name / "divide/latest/rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_labels_are_those_of_what_ran(tmp_path, run):
+    assert run("hardware=a10,t4", "device.submit_us=2") == 0
+    assert [(r["hardware"], r["submit_us"], r["seed"]) for r in rows(tmp_path)] == [("A10", 2.0, 0), ("T4", 2.0, 0)]
+
+
+def test_resume_compares_composed_values_not_words(tmp_path, run, capsys):
+    (tmp_path / "policy").mkdir()
+    file, words = tmp_path / "policy" / "mine.yaml", ["policy=gpu_only,mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    text = "label: mine\n_target_: cpu_only\noptions: {micro_batches: 2}\n"
+    file.write_text(text)
+    assert run(*words, "hardware=t4") == 0
+    assert run(*words, "resume=true") == 0  # other words, the same values: t4 is what the root says
+    file.write_text(text.replace("2", "3"))
+    assert run(*words, "resume=true") == 2
+    assert "policy.options.micro_batches was 2 and is 3 (at policy=mine)" in capsys.readouterr().err
+
+
+def test_repeats_of_a_simulated_point_are_no_repeats_where_nothing_is_drawn(tmp_path, run, capsys):
+    ask = ["analysis.x=divisor", "analysis.y=value", "analysis.relative=false"]
+    assert run("+settings.divisor=1,2", "repeats=3", *ask) == 0
+    assert "4 repeats of simulated points are copies of the first" in capsys.readouterr().out
+    assert [r["seed"] for r in rows(tmp_path)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_repeats_of_a_workload_draw_anew(tmp_path):
+    where = ["+experiment=load", "policy=gpu_only", "workload.options.arrivals.rate_per_s=0.4", "settings.limit=8"]
+    assert main([*where, "repeats=2", f"results_root={tmp_path}"]) == 0
+    first, second = map(json.loads, (tmp_path / "load/latest/rows.jsonl").read_text().splitlines())
+    assert (first["seed"], second["seed"]) == (0, 1) and first["duration_ns"] != second["duration_ns"]

@@ -1,0 +1,88 @@
+"""Where a run writes: a new result folder at ``hydra.sweep.dir`` (``hydra.run.dir``), or the one that is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from experiments.also import remember
+from experiments.composed import difference
+from experiments.results import ResultFolder, check_name
+from experiments.wording import literal
+from hybridattn.core.errors import InputError
+from hybridattn.core.provenance import git_commit
+
+
+def begin(
+    config: DictConfig, points: Sequence[str] = (), own: int = 0, composed: Mapping[str, Any] | None = None
+) -> ResultFolder:
+    """The folder, with ``sweep.json`` in it; hydra's own configuration says from now on where it is.
+
+    points : ids of all points, where the sweeper knows them
+    own : how many of a job's overrides are the point's own; they come last
+    composed : plain values of the points that were composed to check them, by id
+    """
+    config_name = check_name(str(config.name))
+    if config.resume:
+        latest = _wanted(config).parent / "latest" if config.resume is True else Path(str(config.resume))
+        folder = ResultFolder.open(latest)
+        _same_sweep(folder, points, composed or {})
+        folder.mend()
+    else:
+        folder = ResultFolder.new(_wanted(config))
+        if config.point:
+            (folder.path / "points").mkdir()
+        if composed is not None:
+            folder.write_json("composed.json", composed)
+        task = list(config.hydra.overrides.task)
+        document = {"name": config_name, "overrides": task, "points": list(points), "own": own}
+        chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": [*task, *_of_hydra(config)]}
+        if config.point:
+            folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit()})
+    if config.beside:
+        remember(ResultFolder.open(Path(config.beside)), folder, config_name)
+    _write_there(config, folder.path)
+    return folder
+
+
+def folder_of(config: DictConfig) -> ResultFolder:
+    """The folder of a run that has begun."""
+    return ResultFolder.open(_wanted(config))
+
+
+def _key(config: DictConfig) -> str:
+    return "hydra.sweep.dir" if config.hydra.mode == RunMode.MULTIRUN else "hydra.run.dir"
+
+
+def _wanted(config: DictConfig) -> Path:
+    return Path(str(OmegaConf.select(config, _key(config))))
+
+
+def _write_there(config: DictConfig, path: Path) -> None:
+    """Hydra makes the configuration of each job from these overrides, wherever a launcher runs it."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        OmegaConf.update(config, _key(config), str(path))
+        config.hydra.overrides.hydra.append(literal(_key(config), str(path)))
+
+
+def _of_hydra(config: DictConfig) -> list[str]:
+    return [o for o in config.hydra.overrides.hydra if o not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")]
+
+
+def _same_sweep(folder: ResultFolder, points: Sequence[str], composed: Mapping[str, Any]) -> None:
+    """InputError where the folder holds rows of other points, or of the same ones with other values."""
+    if not (folder.path / "composed.json").is_file():
+        raise InputError(f"{folder.path} holds no sweep that can be resumed (it has no composed.json)")
+    before = folder.read_json("sweep.json")
+    if before["points"] != list(points):
+        raise InputError(
+            f"{folder.path} holds another sweep: it was started with '{' '.join(before['overrides'])}' and has "
+            f"{len(before['points'])} points, this one has {len(points)}"
+        )
+    for point, values in folder.read_json("composed.json").items():
+        if changed := difference(values, composed.get(point, {})):
+            raise InputError(f"{folder.path} holds another sweep: {changed} (at {point or 'its only point'})")

@@ -1,0 +1,73 @@
+"""Composed configurations: as typed objects, as plain values, and compared with those of an earlier sweep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.findings import verdict_of
+from experiments.schema import App
+from experiments.settings import find
+from experiments.track import check as check_tracker
+from experiments.wording import sentence
+from hybridattn.core.errors import InputError
+
+# What a row does not depend on: where and how a sweep is run, and what is made of its rows.
+OUTSIDE = ("resume", "beside", "fail_fast", "also", "results_root", "paths.results", "tracker", "title", "analysis",
+           "verdict", "point_seconds", "repeats", "repeat")  # fmt: skip
+
+
+def app_of(config: DictConfig) -> App:
+    """The typed configuration of a point, interpolations resolved."""
+    try:
+        found = OmegaConf.to_object(without_hydra(config))
+    except OmegaConfBaseException as error:
+        raise InputError(sentence(error)) from error
+    assert isinstance(found, App)
+    return found
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A copy without hydra's own node."""
+    plain = copy.deepcopy(config)
+    with open_dict(plain):
+        plain.pop("hydra", None)
+    return plain
+
+
+def check(config: DictConfig) -> None:
+    """The settings of a composed point fit the schema of what runs them, and its tracker is known."""
+    if not config.name:
+        raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
+    check_tracker(config.tracker)
+    for what in ("runner", "point"):
+        if config[what]:
+            find(config[what], what).settings(config.settings)
+    if config.point:
+        verdict_of(config)
+    elif not config.runner:
+        raise InputError(f"experiment {config.name} says neither which runner nor which point to run")
+
+
+def plain_values(config: DictConfig) -> dict[str, Any]:
+    """Every value that a row depends on, by its dotted key."""
+    found = _flat(OmegaConf.to_container(without_hydra(config), resolve=True))
+    return {k: v for k, v in found.items() if not any(k == o or k.startswith(f"{o}.") for o in OUTSIDE)}
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first value that two composed configurations do not share, in words; empty where they are equal."""
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key, "absent") != now.get(key, "absent"):
+            return f"{key} was {before.get(key, 'absent')} and is {now.get(key, 'absent')}"
+    return ""
+
+
+def _flat(value: Any, at: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {at: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{at}.{key}" if at else str(key)).items()}
