@@ -3,20 +3,64 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import folders as companion_folders
 from experiments.findings import failures
-from experiments.finish import further_questions, question_of
+from experiments.finish import further_questions, question_of, without_copies
 from experiments.results import ResultFolder
-from hybridattn.analysis.page import Page
 from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
 from hybridattn.core.errors import InputError
+
+TEMPLATES = Path(__file__).parent / "templates"
+Table = Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """An SVG file, to be put into the page."""
+
+    base64: str
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The table of a panel."""
+
+    title: str
+    origin: str
+    header: tuple[str, ...]
+    rows: Table
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Everything about one sweep, as texts; the template ``report.html.j2`` says what stands where."""
+
+    title: str
+    kind: str
+    points: int
+    failed: int
+    answers: list[str]
+    figures: list[Figure]
+    crossovers: Table
+    values: list[Values]
+    failures: Table
+    traceback: str
+    facts: Table
+    command: str
+    configuration: str
 
 
 def write_report(path: Path) -> Path:
@@ -25,17 +69,36 @@ def write_report(path: Path) -> Path:
     Sweeps that came with this one (``also``) get a part of their own on the page.
     """
     folder = _sweep_at(path)
-    config = _configuration(folder)
-    page = Page(config.title or f"Experiment {config.name}")
-    others = {name: _sweep_at(other) for name, other in companion_folders(folder).items() if _has_rows(other)}
-    _part(page, folder, config, "part" if others else "page")
-    for name, other in others.items():
-        theirs = _configuration(other)
-        page.part(theirs.title or f"Experiment {name}")
-        _part(page, other, theirs, "part")
+    others = [_sweep_at(other) for other in companion_folders(folder).values() if _has_rows(other)]
+    parts = [part_of(each) for each in (folder, *others)]
+    page = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     file = folder.path / "report.html"
-    file.write_text(page.html(), encoding="utf-8")
+    file.write_text(page.get_template("report.html.j2").render(parts=parts) + "\n", encoding="utf-8")
     return file
+
+
+def part_of(folder: ResultFolder) -> Part:
+    """What the page says of one sweep."""
+    rows, config = folder.rows(), _configuration(folder)
+    question = question_of(config.analysis)
+    panels = panels_of(without_copies(rows)[0], question) if question is not None else []
+    found = _json(folder, "crossovers.json", {}) if question is not None else {}
+    bad = [r for r in rows if r.get("status") == "failed"]
+    return Part(
+        title=config.title or f"Experiment {config.name}",
+        kind=", ".join(origin_of(good(rows)).kinds) or "failed",
+        points=len(rows),
+        failed=len(bad),
+        answers=[*_json(folder, "verdict.json", []), *_crossover_answers(found, panels, question)],
+        figures=[_figure(file, config, question) for file in sorted(folder.path.glob("*.svg"))],
+        crossovers=[(panel, name, c["says"]) for panel, cs in found.items() for name, c in cs.items()],
+        values=[_values(panel, question) for panel in panels] if question is not None else [],
+        failures=failures(rows),
+        traceback=str(bad[0].get("traceback")) if bad else "",
+        facts=_facts(folder, rows),
+        command=shlex.join(["python", "-m", "experiments.run", *folder.read_json("sweep.json")["command"]]),
+        configuration=OmegaConf.to_yaml(config),
+    )
 
 
 def _sweep_at(path: Path) -> ResultFolder:
@@ -52,27 +115,8 @@ def _has_rows(path: Path) -> bool:
     return file.is_file() and file.stat().st_size > 0
 
 
-def _part(page: Page, folder: ResultFolder, config: DictConfig, what: str) -> None:
-    """Everything about one sweep. ``what`` is how its text names the part of the page that it fills."""
-    rows = folder.rows()
-    question = question_of(config.analysis)
-    panels = panels_of(rows, question) if question is not None else []
-    _answer(page, folder, rows, question, panels, what)
-    for picture in sorted(folder.path.glob("*.svg")):
-        page.picture(picture, _caption(_shown_by(picture, config, question)))
-    if question is not None:
-        _crossovers(page, folder)
-        for panel in panels:
-            _values(page, panel, question)
-    _failures(page, rows)
-    _provenance(page, folder, rows)
-    _repeat(page, folder, config)
-
-
-def _shown_by(picture: Path, config: DictConfig, question: Question | None) -> Question | None:
-    """The question that a figure answers."""
-    further = {f"{config.name}_{q.y}": q for q in further_questions(config.analysis)}
-    return further.get(picture.stem, question)
+def _json(folder: ResultFolder, name: str, otherwise: Any) -> Any:
+    return folder.read_json(name) if (folder.path / name).is_file() else otherwise
 
 
 def _configuration(folder: ResultFolder) -> DictConfig:
@@ -84,37 +128,23 @@ def _configuration(folder: ResultFolder) -> DictConfig:
     return found
 
 
-def _answer(
-    page: Page,
-    folder: ResultFolder,
-    rows: list[dict[str, Any]],
-    question: Question | None,
-    panels: list[Panel],
-    what: str,
-) -> None:
-    kind = ", ".join(origin_of(good(rows)).kinds) or "failed"
-    count = f"{len(rows)} points, {len(rows) - len(good(rows))} failed."
-    where = "on this page" if what == "page" else "of this part"
-    page.text(f"Every number {where} is {kind}. {count}", "note")
-    for line in _verdict(folder):
-        page.text(line, "answer")
-    if question is None or not question.candidate or not (folder.path / "crossovers.json").is_file():
-        return
-    found = folder.read_json("crossovers.json")
+def _crossover_answers(found: dict[str, Any], panels: list[Panel], question: Question | None) -> list[str]:
+    """The crossover of the candidate in each panel, as a sentence."""
+    if question is None or not question.candidate:
+        return []
+    lines = []
     for panel in panels:
         says = found.get(panel.label, {}).get(question.candidate)
         if says:
             where = f"{panel.label}: " if panel.label else ""
-            page.text(f"{where}{question.candidate} over {question.baseline} {_clause(says['says'])}.", "answer")
+            clause = says["says"] if says["says"].startswith("pays") else f"has {says['says']}"
+            lines.append(f"{where}{question.candidate} over {question.baseline} {clause}.")
+    return lines
 
 
-def _verdict(folder: ResultFolder) -> list[str]:
-    """What the experiment's own verdict said."""
-    return list(folder.read_json("verdict.json")) if (folder.path / "verdict.json").is_file() else []
-
-
-def _clause(says: str) -> str:
-    return says if says.startswith("pays") else f"has {says}"
+def _figure(file: Path, config: DictConfig, first: Question | None) -> Figure:
+    further = {f"{config.name}_{q.y}": q for q in further_questions(config.analysis)}
+    return Figure(base64.b64encode(file.read_bytes()).decode(), _caption(further.get(file.stem, first)))
 
 
 def _caption(question: Question | None) -> str:
@@ -127,20 +157,10 @@ def _caption(question: Question | None) -> str:
     return text + " Dashed: closed form. Crosses: published points. Dotted line and grey band: crossover and interval."
 
 
-def _crossovers(page: Page, folder: ResultFolder) -> None:
-    file = folder.path / "crossovers.json"
-    found = folder.read_json("crossovers.json") if file.is_file() else {}
-    rows = [(panel, name, c["says"]) for panel, cs in found.items() for name, c in cs.items()]
-    if rows:
-        page.heading("Where it pays")
-        page.table(("setting", "policy", "verdict over the baseline"), rows, text=True)
-
-
-def _values(page: Page, panel: Panel, question: Question) -> None:
+def _values(panel: Panel, question: Question) -> Values:
     """Mean y of every series at every x, with the gain where there is a baseline."""
     base = panel.find(question.baseline) if question.relative else None
     xs = sorted({x for s in panel.series for x in s.samples})
-    names = [s.name for s in panel.series]
     rows = []
     for x in xs:
         cells = [f"{x:.4g}"]
@@ -151,49 +171,23 @@ def _values(page: Page, panel: Panel, question: Question) -> None:
             gain = f" ({series.mean(x) / base.mean(x):.2f}x)" if base and x in base.samples and base.mean(x) > 0 else ""
             repeats = f" n={len(series.samples[x])}" if len(series.samples[x]) > 1 else ""
             cells.append(f"{series.mean(x):.4g}{gain}{repeats}")
-        rows.append(cells)
-    page.heading(panel.label or "Values")
-    page.text(str(panel.origin), "note")
-    page.table((question.x_label or question.x, *names), rows, caption=f"{question.y}, mean of the repeats")
+        rows.append(tuple(cells))
+    header = (question.x_label or question.x, *(s.name for s in panel.series))
+    return Values(panel.label or "Values", str(panel.origin), header, rows, f"{question.y}, mean of the repeats")
 
 
-def _failures(page: Page, rows: list[dict[str, Any]]) -> None:
-    bad = [r for r in rows if r.get("status") == "failed"]
-    if not bad:
-        return
-    page.heading("Failed points")
-    page.table(("points", "error"), failures(bad), text=True)
-    page.code(str(bad[0].get("traceback")), "traceback of the first")
-
-
-def _provenance(page: Page, folder: ResultFolder, rows: list[dict[str, Any]]) -> None:
+def _facts(folder: ResultFolder, rows: list[dict[str, Any]]) -> Table:
     origin = origin_of(good(rows))
-    took = sum(r.get("took_s") or 0 for r in rows)
-    launchers = sorted({r["launcher"] for r in rows})
-    page.heading("Where the numbers come from")
-    facts = [
+    return [
         ("kind", ", ".join(origin.kinds)),
         ("device", ", ".join(origin.devices)),
         ("profile", ", ".join(origin.profiles)),
         ("commit", ", ".join(origin.commits)),
         ("model", ", ".join(dict.fromkeys(r["model"] for r in rows))),
-        ("launcher", ", ".join(launchers)),
-        ("time in points", f"{took:.1f} s"),
+        ("launcher", ", ".join(sorted({r["launcher"] for r in rows}))),
+        ("time in points", f"{sum(r.get('took_s') or 0 for r in rows):.1f} s"),
         ("folder", folder.path.name),
     ]
-    page.table(("", ""), facts, text=True)
-    page.text(
-        "A commit that ends in -dirty had local changes. Metrics: docs/metrics.md, theory: docs/crossover.md.", "note"
-    )
-
-
-def _repeat(page: Page, folder: ResultFolder, config: DictConfig) -> None:
-    page.heading("How to repeat it")
-    given = folder.read_json("sweep.json")
-    words = [f"'{o}'" if any(c in o for c in " {}[]") else o for o in given["command"]]
-    page.code("python -m experiments.run " + " ".join(words))
-    page.text("rows.jsonl and rows.parquet in the same folder hold every column of every point.", "note")
-    page.code(OmegaConf.to_yaml(config), "configuration of the first point")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

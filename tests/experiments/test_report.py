@@ -29,6 +29,7 @@ def test_a_report_holds_answer_figure_tables_provenance_and_the_command(tmp_path
     assert "Every number on this page is simulated. 4 points, 0 failed." in html
     assert "async_overlap over gpu_only pays from 8.25" in html
     assert "data:image/svg+xml;base64," in html and "<script" not in html and 'src="http' not in html
+    assert html.startswith("<!doctype html>") and "<link" not in html and "@import" not in html
     for part in ("t4+xeon-8259cl-8c+pcie3-x16@", "Llama-2-7B", "basic", "How to repeat it", "(1.00x)"):
         assert part in html
     assert "python -m experiments.run +experiment=ratio hardware=t4" in html

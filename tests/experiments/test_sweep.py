@@ -172,7 +172,7 @@ def test_submitit_runs_points_as_jobs_of_this_machine(tmp_path):
 def test_slurm_is_composed_as_its_launcher_documents_it(capsys):
     pytest.importorskip("submitit")
     words = ["--cfg", "hydra", "-p", "hydra.launcher", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=cpu"]
-    assert main(["+experiment=ratio", *words]) == 0
+    assert main([*words, "+experiment=ratio"]) == 0
     out = capsys.readouterr().out
     assert "SlurmLauncher" in out and "partition: cpu" in out and "array_parallelism: 256" in out
 
@@ -284,7 +284,7 @@ def test_hydras_options_print_and_run_nothing(tmp_path, monkeypatch, capsys, wor
 def test_tab_completion_knows_the_experiments_from_any_folder(tmp_path):
     file = ROOT / "experiments" / "run.py"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env["COMP_LINE"] = f"python {file} +experiment=rati"
+    env["COMP_LINE"] = "python experiments/run.py +experiment=rati"
     argv = [sys.executable, str(file), "-sc", "query=bash"]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["+experiment=ratio", "+experiment=ratio_host"], done.stderr
