@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,14 +20,14 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OLD_KEYS = {  # last part of a key of a configuration -> its name today
     "passes": "steps", "plan_passes": "plan_steps", "same_pass": "same_step", "patience_us": "max_wait_us",
     "cohorts": "micro_batches", "max_cohorts": "max_micro_batches",
-    "sweep": "hydra.sweeper.params (beside hydra.mode: MULTIRUN)", "launcher": "hydra/launcher",
 }  # fmt: skip
+OLD_ROOTS = {"sweep": "hydra.sweeper.params (beside hydra.mode: MULTIRUN)", "launcher": "hydra/launcher"}
 SPECIAL = set(" ,=(){}[]'\"\\:\t")
 
 
 def check_words(words: Sequence[str]) -> None:
     """Refuse a command line with an old name, two experiments, or a value that has to stand in quotes."""
-    overrides = [w for w in words if not w.startswith("-")]
+    overrides = [w for w in words if "=" in w and not w.startswith("-")]
     experiments = [w for w in overrides if key_of(w) == "experiment"]
     if len(experiments) > 1:
         raise InputError(f"one experiment at a time, got {' and '.join(experiments)}")
@@ -46,7 +47,8 @@ def check_words(words: Sequence[str]) -> None:
 def renamed(key: str) -> str:
     """Words to put behind a sentence about a key that is not known: its name today, where it has one."""
     last = key.rpartition(".")[2]
-    return f"; {last} is now called {OLD_KEYS[last]}" if last in OLD_KEYS else ""
+    today = OLD_KEYS.get(last) or OLD_ROOTS.get(key)
+    return f"; {last} is now called {today}" if today else ""
 
 
 def _refuse_half_a_path(word: str) -> None:
@@ -62,16 +64,19 @@ def _refuse_half_a_path(word: str) -> None:
 
 def quoted(key: str, value: str) -> str:
     """``key=value`` as a shell and Hydra both take it for one text."""
-    inner = value.replace("\\'", "'").strip("'\"").replace('"', '\\"')
-    outer = f'{key}="{inner}"'.replace("'", "'\\''")
-    return f"'{outer}'"
+    bare = value[1:-1] if len(value) > 1 and value[0] in "'\"" and value[-1] == value[0] else value
+    return shlex.quote(f'{key}="{_escaped(bare, chr(34))}"')
 
 
 def literal(key: str, value: str) -> str:
     """``key=value`` as an override for Hydra, whatever ``value`` holds."""
-    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", value)
-    text = re.sub(r"(\\+)$", lambda m: m[1] * 2, text).replace("${", "\\${")
-    return f"{key}='{text}'"
+    return f"{key}='{_escaped(value, chr(39))}'"
+
+
+def _escaped(text: str, quote: str) -> str:
+    """``text`` for between two ``quote``: the grammar reads backslashes as such, except before a quote."""
+    text = re.sub(rf"(\\*){quote}", lambda m: m[1] * 2 + "\\" + quote, text)
+    return re.sub(r"(\\+)$", lambda m: m[1] * 2, text).replace("${", "\\${")
 
 
 def key_of(override: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -265,6 +266,17 @@ def test_a_swept_value_without_multirun_says_what_to_write(tmp_path, run, capsys
     assert "+settings.divisor=1,2 is more than one value: add -m (--multirun) to sweep it" in capsys.readouterr().err
 
 
+@pytest.fixture
+def own_logging():
+    """--info adds a handler to the root logger, for the rest of the process."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -317,11 +329,12 @@ def test_a_folder_of_ones_own_is_taken_and_numbered_when_it_is_there(tmp_path, r
         (["settings.passes=3"], "passes is now called steps"),
         (["policy.options.patience_us=3"], "patience_us is now called max_wait_us"),
         (["+experiment=overlap", "+experiment=rate"], "one experiment at a time, got +experiment=overlap and"),
-        (["results_root=/a,b"], """one text with a comma is written 'results_root="/a,b"'"""),
+        (["results_root=/a,b"], """a path that holds a comma is written 'results_root="/a,b"'"""),
         (
             ["+settings.profile=/a/b,c.json"],
             """a path that holds a comma is written '+settings.profile="/a/b,c.json"'""",
         ),
+        (["results_root=a,b"], """one text with a comma is written 'results_root="a,b"'"""),
         (["results_root=/a=b"], """as one text it is written 'results_root="/a=b"'"""),
         (["results_root=/a(b"], """as one text it is written 'results_root="/a(b"'"""),
     ],
