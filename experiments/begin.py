@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from experiments.also import remember
 from experiments.composed import difference
 from experiments.results import ResultFolder, check_name
-from experiments.wording import literal
+from experiments.wording import among, literal
 from hybridattn.core.errors import InputError
 from hybridattn.core.provenance import git_commit
 
@@ -40,7 +40,7 @@ def begin(
             folder.write_json("composed.json", composed)
         task = list(config.hydra.overrides.task)
         document = {"name": config_name, "overrides": task, "points": list(points), "own": own}
-        chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": [*task, *_of_hydra(config)]}
+        chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": _command(config)}
         if config.point:
             folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit()})
     if config.beside:
@@ -69,8 +69,12 @@ def _write_there(config: DictConfig, path: Path) -> None:
         config.hydra.overrides.hydra.append(literal(_key(config), str(path)))
 
 
-def _of_hydra(config: DictConfig) -> list[str]:
-    return [o for o in config.hydra.overrides.hydra if o not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")]
+def _command(config: DictConfig) -> list[str]:
+    """What to type to have this sweep again, in a folder of its own."""
+    given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
+    mode = ["-m"] if "hydra.mode=MULTIRUN" in given else []
+    left_out = ("resume", "beside", "hydra.mode", "hydra.sweep.dir", "hydra.run.dir")
+    return [*mode, *(o for o in given if not among(o, left_out))]
 
 
 def _same_sweep(folder: ResultFolder, points: Sequence[str], composed: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def _refuse_half_a_path(word: str) -> None:
     key, _, value = word.partition("=")
     parts = value.split(",")
     unquoted = not set("'\"[({") & set(value)
-    if unquoted and len(parts) > 1 and "/" in parts[0] and not all("/" in p for p in parts):
+    if unquoted and value.startswith(("/", "./", "../", "~/")) and not all("/" in p for p in parts):
         raise InputError(
             f"{word} would be swept as {len(parts)} values; a path that holds a comma is written {quoted(key, value)}"
         )

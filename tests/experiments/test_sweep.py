@@ -282,7 +282,7 @@ def own_logging():
     [
         (["--cfg", "job", "+experiment=ratio"], "name: ratio\n"),
         (["--cfg", "hydra", "+experiment=ratio"], "settings.ratio: 0.25,0.5,1,2,4,8,16"),
-        (["--help"], "experiment: capacity"),
+        (["--help"], "debug: quick"),
         (["--info", "plugins"], "PointSweeper"),
         (["--info", "defaults", "+experiment=ratio"], "experiment/ratio"),
     ],
