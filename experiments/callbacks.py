@@ -7,12 +7,13 @@ from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
 from experiments.also import follow_ups
 from experiments.begin import begin, folder_of
-from experiments.composed import check
+from experiments.composed import check, check_chosen
 from experiments.ended import INTERRUPTED, Ended, say
 from experiments.findings import failure_lines
 from experiments.finish import finish
@@ -47,7 +48,7 @@ class Results(Callback):
     @staticmethod
     def _begin(config: DictConfig) -> None:
         try:
-            check(config)
+            check(config) if config.hydra.mode == RunMode.RUN else check_chosen(config)
             if config.resume:
                 raise InputError("resume is for a sweep of hydra/sweeper=points, which knows its points beforehand")
             begin(config)

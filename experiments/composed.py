@@ -39,18 +39,23 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return plain
 
 
-def check(config: DictConfig) -> None:
-    """The settings of a composed point fit the schema of what runs them, and its tracker is known."""
+def check_chosen(config: DictConfig) -> None:
+    """There is an experiment, and something that runs it."""
     if not config.name:
         raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
+    if not config.point and not config.runner:
+        raise InputError(f"experiment {config.name} says neither which runner nor which point to run")
+
+
+def check(config: DictConfig) -> None:
+    """The settings of a composed point fit the schema of what runs them, and its tracker is known."""
+    check_chosen(config)
     check_tracker(config.tracker)
     for what in ("runner", "point"):
         if config[what]:
             find(config[what], what).settings(config.settings)
     if config.point:
         verdict_of(config)
-    elif not config.runner:
-        raise InputError(f"experiment {config.name} says neither which runner nor which point to run")
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.also import command_line, companions, left_out
 from experiments.axes import Axes, expand
 from experiments.begin import begin
-from experiments.composed import check, plain_values
+from experiments.composed import check, check_chosen, plain_values
 from experiments.ended import say
 from experiments.projection import duration, seconds_per_point, workers
 from experiments.results import ResultFolder
@@ -53,7 +53,7 @@ class Sweep:
     def run(self, arguments: Sequence[str]) -> list[Any]:
         """Every point without a good row; what hydra's launcher returned."""
         config = self.config
-        check(config)
+        check_chosen(config)  # its settings alone need not fit: the axes say the rest
         if config.runner:
             raise InputError(f"{config.name} is no sweep: it runs once, without --multirun and with one value per key")
         axes = expand(self.params, arguments, config.repeats)
