@@ -53,7 +53,10 @@ def test_E18_a_worker_that_raises_surfaces_and_names_the_request(tiny, policy, c
             llm.generate(TOKENS, SamplingParams(max_tokens=8))
         assert llm.engine.broken is not None
         assert llm.free_blocks() == {"gpu": 8, "cpu": 8}
-        assert {r.finish_reason for r in llm.take_records().requests} == {"error"}
+        ended = {r.request_id: r.finish_reason for r in llm.take_records().requests}
+        assert ended["r1"] == "error"
+        # on a busy machine the GPU's row may run through before the third job, where it does not wait for the other
+        assert ended["r0"] == "error" or (policy, ended["r0"]) == ("async_overlap", "length")
         with pytest.raises(DeviceError, match="this engine stopped earlier"):
             llm.generate(TOKENS)
     with open_tiny(tiny, policy=policy) as llm:  # the next engine of the process works

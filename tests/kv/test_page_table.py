@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,13 +36,7 @@ def refused(table, action, first, count):
 
 def leaving(table):
     """The pages that the copy under way reads."""
-    return PageTable.arrive(copy_of(table))
-
-
-def copy_of(table):
-    twin = PageTable(list(table.cold), list(table.hot))
-    twin.goes_to, twin.arriving, twin._leaving = table.goes_to, list(table.arriving), table._leaving
-    return twin
+    return deepcopy(table).arrive()
 
 
 @given(st.lists(ACTIONS, max_size=40))
@@ -49,7 +45,7 @@ def test_after_every_operation_each_page_is_held_once_or_free(actions):
     pools = {tier: BlockPool(tier, 200, 16) for tier in TIERS}
     table = PageTable()
     for action, first, count in actions:
-        before = copy_of(table)
+        before = deepcopy(table)
         wrong = refused(table, action, first, count)
         tier = {"append": first, "down": CPU_TIER, "up": GPU_TIER}.get(action, CPU_TIER)
         new = (

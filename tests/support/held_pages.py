@@ -4,14 +4,19 @@ from __future__ import annotations
 
 
 def check_pages(engine):
+    """Every page is held once or free, and none by a request that waits."""
+    queues = engine.scheduler.queues
+    check_held(engine.kv, queues.running)
+    assert all(not r.pages for r in queues.waiting)
+
+
+def check_held(kv, running):
     """Every page is held once or free: by a request, by a context of a session, by one side of a copy under way."""
-    kv, queues = engine.kv, engine.scheduler.queues
     on_their_way = [m.request for m in kv.under_way]  # a context that was dropped meanwhile is in no other place
-    holders = {id(r): r for r in [*queues.running, *kv.contexts, *on_their_way]}.values()
+    holders = {id(r): r for r in [*running, *kv.contexts, *on_their_way]}.values()
     for tier, pool in kv.pools.items():
         held = [page for r in holders for page in r.pages.held(tier)]
         assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
-    assert all(not r.pages for r in queues.waiting)
 
 
 def check_empty(engine):
