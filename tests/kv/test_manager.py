@@ -140,6 +140,20 @@ def test_nothing_is_taken_from_others_while_a_move_that_begins_now_frees_the_tie
     assert kv.reserve(old, victims) is True and young.pages.num_cold == 1 and not kv.under_way
 
 
+def test_a_context_on_its_way_down_is_waited_for_before_anybody_gives_way():
+    kv, running, victims = manager(2, 2)
+    old = begin(kv, running, request(0, PAGE), GPU_TIER)
+    paused = begin(kv, running, request(1, PAGE, session="s"), GPU_TIER)
+    running.remove(paused)
+    kv.contexts.keep(paused)
+    kv.move_context(paused, CPU_TIER)
+    (move,) = kv.take_begun()
+    old.token_ids.append(1)
+    assert kv.reserve(old, victims) is False and victims.asked == 0 and kv.contexts.evicted == 0
+    kv.arrived(move)
+    assert kv.reserve(old, victims) is True and kv.contexts.find("s") is paused
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_turn_takes_up_its_context_from_either_tier(tier):
     kv, running, _ = manager(6, 6)
@@ -163,6 +177,8 @@ def test_a_turn_takes_up_its_context_from_either_tier(tier):
 def test_pages_many_steps_ahead_fit_the_tier():
     kv, running, _ = manager(8, 0)
     rows = [begin(kv, running, request(i, PAGE - i), GPU_TIER) for i in range(3)]
+    kv.reserve_ahead(rows, 1)  # the step to come: every newest token has its page
+    assert [len(r.pages) for r in rows] == [1, 1, 1]
     assert kv.steps_ahead(rows, 10) == 10
     steps = kv.steps_ahead(rows, 100)
     assert steps == 12  # 100, 50 and 25 need more than the five pages that are free

@@ -94,6 +94,12 @@ def test_the_oldest_pages_go_down_and_the_newest_of_those_come_up_again():
     table.move_up(1, [9])
     assert table.arrive() == [11]
     assert (table.cold, table.hot) == ([10], [9, 2, 3, 4])
+    table.move_down(2, [12, 13])
+    assert table.arrive() == [9, 2]
+    assert (table.cold, table.hot) == ([10, 12, 13], [3, 4])
+    table.move_up(2, [20, 21])
+    assert table.arrive() == [12, 13]
+    assert (table.cold, table.hot) == ([10], [20, 21, 3, 4])
 
 
 @pytest.mark.parametrize(("way", "there", "back"), [("move_down", "hot", "cold"), ("move_up", "cold", "hot")])

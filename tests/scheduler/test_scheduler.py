@@ -13,10 +13,10 @@ from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 from hybridattn.scheduler.scheduler import Scheduler
 
 
-def scheduler(gpu, cpu=0, policy=None, page=16, **limits):
+def scheduler(gpu, cpu=0, policy=None, page=16, can_move=False, **limits):
     config = EngineConfig(gpu, cpu, page, **{"max_model_len": 4096, "max_num_batched_tokens": 4096, **limits})
     kv = KVManager(config)
-    made = Scheduler(config, policy or GpuOnly(), kv, lambda request: made.ended.append(request))
+    made = Scheduler(config, policy or GpuOnly(), kv, lambda request: made.ended.append(request), can_move)
     made.kv, made.ended = kv, []
     return made
 
@@ -133,6 +133,30 @@ def test_the_youngest_is_preempted_and_comes_back_before_later_arrivals():
     assert [s.request for s in plan.batch.segments] == [old]
     assert young.state is State.WAITING and not young.pages and young.preemptions == 1
     assert [r.index for r in made.queues.waiting] == [1, 2]
+
+
+def test_nobody_is_preempted_while_pages_are_on_their_way_back():
+    made = scheduler(0, 4, SyncOffload(cpu_fraction=1.0))
+    old, young, gone = add(made, request(0, 16, 17), request(1, 16, 17), request(2, 32, 1))
+    decoded(made, made.schedule(0))
+    gone.in_flight = True
+    made.finish.end(gone, "abort", 1)
+    assert gone.state is State.LEAVING and made.schedule(0).idle == ()  # both want a second page
+    assert young.preemptions == old.preemptions == 0
+    made.finish.released(gone, 2)
+    assert [row.request for row in made.schedule(0).idle] == [old, young]
+
+
+def test_who_moved_between_the_tiers_gives_way_last():
+    made = scheduler(4, 4, AsyncOverlap(), can_move=True)
+    old, young = add(made, request(0, 32, 17), request(1, 16, 17))
+    decoded(made, made.schedule(0))
+    assert made.swaps.move(young, CPU_TIER)
+    made.swaps.arrived(made.kv.take_begun()[0], 0)
+    assert made.swaps.move(young, GPU_TIER)  # the tier is full now, and the older one wants a page
+    output = made.schedule(0)
+    assert output.batch is None and (young.state, old.state) == (State.MOVING, State.WAITING)
+    assert (young.preemptions, old.preemptions) == (0, 1)
 
 
 def test_blocks_of_a_row_in_flight_are_held_until_it_is_released():
