@@ -95,7 +95,7 @@ class Engine:
             any_leaving=lambda: self.scheduler.finish.leaving > 0,
         )
         self._on_broken = on_broken
-        self._plans = type(policy).begin is not Policy.begin
+        self._plans = "begin" in policy.hooks
         self._ended_requests: list[RequestRecord] = []
         self.on_record: Callable[[RequestRecord], None] = self._ended_requests.append
         self._output = OutputProcessor(self.scheduler, eos_ids)

@@ -1,7 +1,7 @@
 """What the policy decides about micro-batches, carried out.
 
     gpu.compute    |attention l of G|linear l of G (+ those that JOIN)|linear m of one (a DETOUR)|attention l+1 ...
-    driver       ask, micro-batches at l: JOIN, SKIP or WAIT     detour? one at m, ready     detour? none
+    driver       ask, micro-batches at l                         detour? one at m, ready     detour? none
 
 Asked as late as may be: the driver first lets the GPU come to the op before, so that polls are fresh, and the GPU still
 has the op under way to do while the policy thinks.
@@ -16,14 +16,15 @@ from hybridattn.core.errors import StallError
 from hybridattn.core.stages import Batch, CpuRow, MicroBatch
 from hybridattn.executor.shared import Shared
 from hybridattn.executor.submission import Submitter
-from hybridattn.policies.base import DispatchView, LayerView, Policy, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView
 
 
 class Decisions:
-    """Asks the policy, polls and waits for micro-batches. ``takes_detours``: the policy may want one at all."""
+    """Asks the policy, polls and waits for micro-batches. ``takes_detours``: it is asked about those elsewhere, too."""
 
     __slots__ = (
-        "_at", "_device", "_forecast", "_in_flight", "_policy", "_stats", "_submitter", "_timeout_ns", "takes_detours",
+        "_apart", "_at", "_device", "_forecast", "_in_flight", "_policy", "_stats", "_submitter", "_timeout_ns",
+        "takes_detours",
     )  # fmt: skip
 
     def __init__(self, shared: Shared, submitter: Submitter) -> None:
@@ -35,7 +36,8 @@ class Decisions:
         self._timeout_ns = shared.timeout_ns
         self._submitter = submitter
         self._at = LayerView(0, shared.stages.num_layers, 0, 0)
-        self.takes_detours = type(shared.policy).detour is not Policy.detour
+        self._apart: list[MicroBatch] = []  # asked about at this layer: a DETOUR
+        self.takes_detours = "detour" in shared.policy.hooks
 
     # -- before the layers ---------------------------------------------------------------------------------------------
 
@@ -107,32 +109,48 @@ class Decisions:
             made.wait(self._timeout_ns)
         ready = self._poll(micro_batch)
         at = self._where(layer, self._stats.gpu_tokens)
-        verb = self._policy.ask(micro_batch, at)
-        if verb is Verb.SKIP or not (ready or self._wait(micro_batch, at)):
+        decision = self._policy.ask(micro_batch, at)
+        if decision is Decision.DETOUR:
+            self._apart.append(micro_batch)
+            return False
+        if decision is Decision.SKIP or not (ready or self._wait(micro_batch, at)):
             self._stats.skips += 1
             return False
         self._stats.joins += 1
         return True
 
     def detours(self, layer: int, attended: Future, joined: Sequence[MicroBatch]) -> None:
-        """Linear stages of micro-batches elsewhere, as long as the policy wants them.
+        """Linear stages of micro-batches alone: of those about which DETOUR was said at this layer, then of others
+        elsewhere, as long as the policy wants them.
 
         Decided when the GPU has come to the linear stage of this layer, which it still has to do meanwhile.
         """
-        if not (self.takes_detours and self._in_flight.micro_batches):
+        asks = self.takes_detours and self._in_flight.micro_batches
+        if not (asks or self._apart):
             return
         attended.wait(self._timeout_ns)
         tokens = self._stats.gpu_tokens
         for c in joined:
             tokens += c.size
         self._forecast.gpu_comes_to_linear(self._device.now_ns(), tokens)
-        while (one := self._wanted(layer, tokens)) is not None:
-            self._detour(one)
+        if self._apart:
+            self._detour_here(self._where(layer, tokens))
+        while asks and (one := self._wanted(layer, tokens)) is not None:
+            self._detour(self._ready_beside(one))
+
+    def _detour_here(self, at: LayerView) -> None:
+        """Those at the layer of the GPU about which DETOUR was said, once they are ready."""
+        self._look_around(at.layer + 1)
+        apart, self._apart = self._apart, []
+        ready = [c for c in apart if c.ready or self._wait(c, at)]
+        self._stats.skips += len(apart) - len(ready)
+        if ready:
+            self._detour(ready)
 
     def _wanted(self, layer: int, tokens: int) -> MicroBatch | None:
         """The micro-batch that gets a detour now, which has been waited for if it was not ready; None: none."""
         policy, in_flight = self._policy, self._in_flight
-        if self._device.now_ns() < policy.next_detour_ns or not self._any_elsewhere(layer + 1):
+        if self._device.now_ns() < policy.next_detour_ns or not self._look_around(layer + 1):
             return None
         at = self._where(layer, tokens)
         number = None if policy.no_detour(at) else policy.detour(in_flight.micro_batches, at)
@@ -141,27 +159,27 @@ class Decisions:
         one = in_flight.by_number[number]
         return one if one.ready or self._wait(one, at) else None
 
-    def _any_elsewhere(self, after: int) -> bool:
-        """Some micro-batch could take a detour: the GPU does not come to it next. Brings all of them up to date."""
-        in_flight = self._in_flight
-        micro_batches = in_flight.micro_batches
-        possible = self._policy.detours_wait and len(micro_batches) > len(in_flight.waiting.get(after, ()))
-        for c in micro_batches:
+    def _look_around(self, after: int) -> bool:
+        """See which micro-batches are ready; True where one could take a detour: the GPU does not come to it next."""
+        possible = False
+        for c in self._in_flight.micro_batches:
             c.ready = ready = c.future.done()
             if ready and c.layer != after:
                 possible = True
         return possible
 
-    def _detour(self, one: MicroBatch) -> None:
-        """Those that are ready at the layer of ``one`` come along: its weights are read once for all of them."""
-        here = self._in_flight.waiting[one.layer]
-        together = [one]
-        if len(here) > 1:
-            together += [c for c in self._in_flight.micro_batches if c.ready and c.layer == one.layer and c is not one]
+    def _ready_beside(self, one: MicroBatch) -> list[MicroBatch]:
+        """``one`` and those that are ready at its layer: they share a detour."""
+        if len(self._in_flight.waiting[one.layer]) == 1:
+            return [one]
+        return [one, *(c for c in self._in_flight.micro_batches if c.ready and c.layer == one.layer and c is not one)]
+
+    def _detour(self, together: list[MicroBatch]) -> None:
+        """A linear stage for micro-batches at one layer: its weights are read once for all of them."""
         for micro_batch in together:
             self._poll(micro_batch)
         self._stats.detours += len(together)
-        self._submitter.linear(one.layer, None, together)
+        self._submitter.linear(together[0].layer, None, together)
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ class FastExecutor(Executor):
 
     def _detour_possible_ns(self) -> int:
         """From when on a detour might be taken: a micro-batch is back, and the policy wants to be asked."""
-        if self.policy.detours_wait or self.device.poll_ns:
-            return 0
+        if self.device.poll_ns:
+            return 0  # polls move the clock: none may be left out
         return max(min([c.future.end_ns for c in self.micro_batches]), self.policy.next_detour_ns)
 
     # -- steps -------------------------------------------------------------------------------------------------------

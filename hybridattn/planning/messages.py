@@ -12,7 +12,7 @@ from hybridattn.cost.profile import Profile, from_json
 from hybridattn.planning.steady import Steady
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Limits, Load, Prediction
-from hybridattn.policies.planning import Question
+from hybridattn.policies.planning import LayoutQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Failed:
         return _line({"failed": self.reason})
 
 
-def question_line(question: Question) -> bytes:
+def question_line(question: LayoutQuestion) -> bytes:
     return _line(asdict(question))
 
 
-def read_question(line: bytes) -> Question:
+def read_question(line: bytes) -> LayoutQuestion:
     said = json.loads(line)
     discount = tuple((Layout(**layout), factor) for layout, factor in said.pop("discount"))
-    return Question(Load(**said.pop("load")), limits=Limits(**said.pop("limits")), discount=discount, **said)
+    return LayoutQuestion(Load(**said.pop("load")), limits=Limits(**said.pop("limits")), discount=discount, **said)
 
 
 def answer_line(layout: Layout, expected: Prediction) -> bytes:

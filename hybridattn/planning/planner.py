@@ -25,7 +25,7 @@ from hybridattn.cost.profile import Profile
 from hybridattn.planning.messages import Failed, Setup, question_line, read_answer
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Prediction
-from hybridattn.policies.planning import Question
+from hybridattn.policies.planning import LayoutQuestion
 
 _PROGRAM = "from hybridattn.planning.planner_process import main; main()"
 
@@ -52,7 +52,7 @@ class Planner:
         self._setup = Setup(profile, shape, dtype).line()
         self._timeout_s = answer_timeout_s
         self._asked_at: float | None = None
-        self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[LayoutQuestion | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # whether there is a process is decided by one at a time
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,7 +68,7 @@ class Planner:
 
     # -- the driver's side: never blocks ---------------------------------------------------------------------------
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: LayoutQuestion) -> None:
         """Begin to answer; one question at a time. Without effect when there are no more answers."""
         self._asked_at = time.monotonic()
         self._questions.put(question)

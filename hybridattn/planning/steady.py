@@ -66,7 +66,7 @@ class SteadyRun:
         self.executor.on_step = None
         self.gpu_tokens = 0
         self._taking_part: set[int] = set()
-        self._plans = type(policy).begin is not Policy.begin
+        self._plans = "begin" in policy.hooks
         self._decodes = tuple(
             Segment(_request(i, GPU_TIER), GPU_TIER, load.context - 1, 1, samples=True, prefill=False)
             for i in range(load.gpu_rows)

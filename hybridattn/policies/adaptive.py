@@ -1,52 +1,48 @@
-"""The adaptive policy: plans a layout by short simulations, serves it by the four verbs, and watches what comes of it.
+"""The adaptive policy: chooses a layout by short simulations, lets the layout's own policy decide, watches the outcome.
 
-    begin:  load changed? --> predict every layout --> best that keeps the limits --> its policy decides the verbs
-            every WINDOW steps: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
-
-Where a step must not wait for that, a planner predicts elsewhere, and the layout in use goes on until it has answered:
-
-    begin:  load changed? --> ask ... begin: an answer? no ... begin: an answer? yes --> use it
+    begin:  load changed? --> predict every layout --> best that keeps the limits --> its policy decides
+            a window has ended: measured rate below 95 % of the predicted one? --> that layout counts for less, plan
 
 The fixed policies are among the layouts, and GPU-only always is, so it falls back on them where nothing else pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.base import (
-    DispatchView,
-    LayerView,
-    MicroBatchView,
-    Policy,
-    RequestView,
-    StepView,
-    TierView,
-    Verb,
-)
+from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, RequestView, StepView, TierView
+from hybridattn.policies.chooser import Elsewhere, Here
+from hybridattn.policies.delegate import Delegate
+from hybridattn.policies.guard import Guard
 from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
-from hybridattn.policies.load import Limits, Load, Prediction
-from hybridattn.policies.planning import Planner, Predict, Question, alone_on_cpu, choose
+from hybridattn.policies.load import Limits, Load, LoadMeter, Prediction
+from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict, choose
 
-WINDOW = 48  # steps over which the guard measures
-SHORT = 0.95  # of the predicted rate: below it the guard steps in
 MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
 SETTLE_STEPS = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
-MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
+LEARNT = 0.08  # by how much the CPU turned out faster or slower than it was planned with
 
 
-class Adaptive(Policy):
-    """Layout by planning, verbs by the layout's own policy.
+class Plan(NamedTuple):
+    """What the latest layout was chosen for, in which step, and what CPU attention took over its price by then."""
+
+    step: int
+    load: Load
+    cpu_factor: float
+
+
+class Adaptive(Delegate):
+    """A layout by planning, decisions by the layout's own policy.
 
     Parameters
     ----------
     costs : Costs
         Cost model; a misjudged CPU is put right by what the executor measures.
-    predict : callable ``(load, layout, costs, thorough) -> Prediction``, or a Planner
-        A short simulation of a layout (``hybridattn.planning.predict.by_simulation``), waited for; or who does that
+    predict : callable ``(load, layout, costs, thorough) -> Prediction``, or an AsyncChooser
+        A short simulation of a layout (``hybridattn.planning.predict.by_simulation``), waited for; or who chooses
         elsewhere.
     gpu_limit, cpu_limit : float, optional
         Longest time per output token of GPU and CPU rows, in multiples of the GPU-only one.
@@ -55,16 +51,22 @@ class Adaptive(Policy):
     guard : bool
         Compare measured with predicted throughput and fall back.
     plan_steps : int
-        Passes between the start of a plan and its use: what planning takes, as a stated constant.
+        Steps between the start of a plan and its use: what planning takes, as a stated constant.
+
+    Attributes
+    ----------
+    layout : the one in use, None before the first plan
+    plans : layouts asked for so far
     """
 
     name = "adaptive"
+    hooks = frozenset({"begin", "detour"})
     forecasts = True
 
     def __init__(
         self,
         costs: Costs | None = None,
-        predict: Predict | Planner | None = None,
+        predict: Predict | AsyncChooser | None = None,
         gpu_limit: float | None = None,
         cpu_limit: float | None = None,
         min_gain: float = 1.0,
@@ -78,124 +80,78 @@ class Adaptive(Policy):
                 "which LLM and the experiments make from a profile"
             )
         self.costs: Costs = costs
-        self.planner: Planner | None = None if callable(predict) else predict
-        self.predict = predict if callable(predict) else _elsewhere
-        self._asked = False  # the planner is at work, or has died over it
         self.limits = Limits(gpu_limit, cpu_limit)
         self.min_gain = min_gain
-        self.guard = guard
-        self.plan_steps = plan_steps
         self.layout: Layout | None = None
-        self.expected: Prediction | None = None
         self.plans = 0
-        self._inner: Policy = policy_of(Layout("gpu_only"), costs)
-        self._load: Load | None = None
-        self._next: tuple[int, Layout, Prediction] | None = None  # step from which on it is used
-        self._discount: dict[Layout, float] = {}
-        self._mark: StepView | None = None  # where the guard's window began
-        self._factor = 1.0
-        self._planned_at = -SETTLE_STEPS
-        self._idle_steps = 0
-        self._forced = -1  # number of the latest micro-batch that only patience launched
-        self._prompt_tokens = 0
-        self._cpu_rows = 0
+        self.policy = policy_of(Layout("gpu_only"), costs)
+        self._predict = predict if callable(predict) else None
+        self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(predict)
+        self._guard = Guard()
+        self._guards = guard
+        self._meter = LoadMeter()
+        self._plan: Plan | None = None
+        self._cpu_rows = 0  # on the CPU tier, those placed since the step began included
+        self._idle_steps = 0  # without CPU rows, while some wait
+        self._forced = -1  # number of the latest micro-batch that runs only because it waited for too long
 
-    # -- planning ----------------------------------------------------------------------------------------------------
+    @property
+    def expected(self) -> Prediction | None:
+        """What was predicted of the layout in use."""
+        return self._guard.expected
+
+    @property
+    def uses_cpu(self) -> bool:
+        """The layout in use lets CPU rows take part."""
+        return self.layout is not None and self.layout.kind != "gpu_only"
+
+    # -- the layout --------------------------------------------------------------------------------------------------
 
     def begin(self, view: StepView) -> None:
-        self._prompt_tokens += view.prefill_tokens
         self._cpu_rows = view.cpu_rows
-        if self._asked:
-            self._look_for_answer(view)
-        if self._next is not None and view.number >= self._next[0]:
-            self._use(self._next[1], self._next[2], view)
-            self._next = None
-        rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
-        if rows and self._next is None and not self._asked and not self._too_early(view):
-            load = self._situation(view, rows)
-            learnt = abs(view.cpu_factor / self._factor - 1) > 0.08
-            settled = view.number - self._planned_at >= SETTLE_STEPS
-            if self._load is None or (settled and not load.like(self._load)):
-                self._discount.clear()
-                self._plan(load, view)
-            elif (settled and learnt) or (self.guard and self._falls_short(view, load)):
-                self._plan(load, view)
-        self._inner.begin(view)
-
-    def _situation(self, view: StepView, rows: int) -> Load:
-        kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens
-        context = max(1, kv_tokens // max(1, view.gpu_rows + view.cpu_rows))
-        known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few steps say little
-        per_token = self._prompt_tokens / view.tokens if known else 0.0
-        return Load(_coarse(view.gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
-
-    def _plan(self, load: Load, view: StepView) -> None:
-        self.plans += 1
-        self._planned_at = view.number
-        self._load = load
-        self._factor = view.cpu_factor
-        if self.planner is not None:
+        self._meter.count(view)
+        self._use_answer(view)
+        load = self._meter.load(view)
+        if load is not None and self._chooser.free(view) and self._outdated(load, view):
             self._ask(load, view)
-            return
-        layout, expected = self.choose(load, self.costs.corrected(round(view.cpu_factor, 2)))
-        if self.plan_steps and self.layout is not None:
-            self._next = (view.number + self.plan_steps, layout, expected)
-        else:
-            self._use(layout, expected, view)
+            self._use_answer(view)
+        self.policy.begin(view)
 
-    def _too_early(self, view: StepView) -> bool:
-        """An answer that takes a while should not be about a moment: rows of the GPU are about to decode."""
-        return self.planner is not None and not view.gpu_rows and view.prefill_tokens > 0
+    def _outdated(self, load: Load, view: StepView) -> bool:
+        """There is no plan for this load, the CPU is not what it was taken for, or the layout falls short."""
+        plan = self._plan
+        if plan is None:
+            return True
+        if view.number - plan.step >= SETTLE_STEPS:
+            if not load.like(plan.load):
+                self._guard.forget()
+                return True
+            if abs(view.cpu_factor / plan.cpu_factor - 1) > LEARNT:
+                return True
+        return self._guards and self._guard.falls_short(load, view)
 
     def _ask(self, load: Load, view: StepView) -> None:
-        assert self.planner is not None
-        if not load.gpu_rows:
-            self._use(alone_on_cpu(load), None, view)
-            return
-        discount = tuple(self._discount.items())
-        self.planner.ask(Question(load, round(view.cpu_factor, 2), self.limits, self.min_gain, discount))
-        self._asked = True
+        self.plans += 1
+        self._plan = Plan(view.number, load, view.cpu_factor)
+        discount = tuple(self._guard.discount.items())
+        factor = round(view.cpu_factor, 2)
+        self._chooser.ask(LayoutQuestion(load, factor, self.limits, self.min_gain, discount), view)
 
-    def _look_for_answer(self, view: StepView) -> None:
-        assert self.planner is not None
-        answer = self.planner.take()
-        if answer is not None:
-            self._asked = False
-            self._use(*answer, view)
+    def _use_answer(self, view: StepView) -> None:
+        answer = self._chooser.take(view)
+        if answer is None or self._plan is None:
+            return
+        layout, expected = answer
+        self._guard.watch(layout, expected, self._plan.load, view)
+        costs = self.costs.corrected(round(self._plan.cpu_factor, 2))
+        if layout != self.layout or costs is not self.policy.costs:
+            self.layout, self.policy = layout, policy_of(layout, costs)
 
     def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
         """The layout for ``load`` by this policy's predictions and limits, and by what its guard learnt."""
-        return choose(load, costs, self.predict, self.limits, self.min_gain, self._discount)
-
-    def _use(self, layout: Layout, expected: Prediction | None, view: StepView) -> None:
-        self.expected = expected
-        self._mark = view
-        costs = self.costs.corrected(round(self._factor, 2))
-        if layout != self.layout or costs is not self._inner.costs:
-            self.layout = layout
-            self._inner = policy_of(layout, costs)
-            self.detours_wait = self._inner.detours_wait
-            self.dispatch_cap = self._inner.dispatch_cap
-            self.next_detour_ns = 0
-
-    def _falls_short(self, view: StepView, load: Load) -> bool:
-        """The guard: measured against predicted rate of the window that ends now; True asks for a new plan.
-
-        The layout counts for less then, unless the prediction was for other prompts than there are by now.
-        """
-        mark, expected, layout = self._mark, self.expected, self.layout
-        if mark is None or expected is None or layout is None or layout.kind == "gpu_only":
-            return False
-        if view.number - mark.number < WINDOW or view.now_ns <= mark.now_ns:
-            return False
-        rate = (view.tokens - mark.tokens) / (view.now_ns - mark.now_ns) * 1e9
-        self._mark = view
-        if rate >= SHORT * expected.tokens_per_s:
-            return False
-        assert self._load is not None
-        if load.prompt_per_token == self._load.prompt_per_token:
-            self._discount[layout] = rate / expected.tokens_per_s * self._discount.get(layout, 1.0)
-        return True
+        if self._predict is None:
+            raise InputError("this policy's layouts are chosen elsewhere: it cannot be asked for one directly")
+        return choose(load, costs, self._predict, self.limits, self.min_gain, self._guard.discount)
 
     # -- placement ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +159,7 @@ class Adaptive(Policy):
         tier = super().place(request, tiers)
         if tier != CPU_TIER or request.blocks_max > tiers["gpu"].total:
             return tier
-        if self.layout is None or self.layout.kind == "gpu_only":
+        if self.layout is None or not self.uses_cpu:
             return None  # it waits for the GPU
         rows = self.layout.max_rows
         if self.limits.any and rows is not None and self._cpu_rows >= rows:
@@ -211,11 +167,10 @@ class Adaptive(Policy):
         self._cpu_rows += 1
         return tier
 
-    # -- verbs -------------------------------------------------------------------------------------------------------
+    # -- rows on the CPU tier that the layout does not serve -----------------------------------------------------------
 
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
-        sizes = self._inner.dispatch(view)
-        self.dispatch_cap = self._inner.dispatch_cap
+        sizes = super().dispatch(view)
         self._idle_steps = 0 if sizes or view.micro_batches else self._idle_steps + 1
         if not sizes and self._idle_steps >= MAX_WAIT_STEPS and view.idle_rows:
             self._idle_steps = 0
@@ -230,38 +185,13 @@ class Adaptive(Policy):
         context = max(1, view.gpu_kv_tokens // view.gpu_rows, sum(view.idle_kv_tokens) // len(view.idle_kv_tokens))
         return max(1, hidden_rows(self.costs, view.gpu_rows, context)[0])
 
-    def priority_of(self, number: int) -> int:
-        return self._inner.priority_of(number)
-
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
-        if self.layout is None or self.layout.kind == "gpu_only":
-            if micro_batch.ready:
-                return Verb.JOIN
-            return (
-                Verb.WAIT if micro_batch.number == self._forced else Verb.SKIP
-            )  # what is still in flight ends in peace
-        return self._inner.ask(micro_batch, at)
-
-    def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
-        return self._inner.max_wait_ns(micro_batch, at)
-
-    def no_detour(self, at: LayerView) -> bool:
-        no_detour = self._inner.no_detour(at)
-        self.next_detour_ns = self._inner.next_detour_ns
-        return no_detour
-
-    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
-        return self._inner.detour(micro_batches, at)
-
-
-def _elsewhere(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Prediction:
-    raise InputError("this policy has a planner, which predicts elsewhere: it cannot be asked for a layout directly")
-
-
-def _coarse(count: int) -> int:
-    """``count`` to about 3 %: loads that hardly differ are planned for once."""
-    step = 1 << max(0, count.bit_length() - 5)
-    return round(count / step) * step
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
+        if self.uses_cpu:
+            return super().ask(micro_batch, at)
+        if micro_batch.ready:
+            return Decision.JOIN
+        # one of an earlier layout goes on as it comes; one that waited for its turn is through in one step
+        return Decision.WAIT if micro_batch.number == self._forced else Decision.SKIP
 
 
 class Auto(Adaptive):
@@ -273,7 +203,7 @@ class Auto(Adaptive):
     def __init__(
         self,
         costs: Costs | None = None,
-        predict: Predict | Planner | None = None,
+        predict: Predict | AsyncChooser | None = None,
         gpu_limit: float | None = None,
         cpu_limit: float | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ One layer; sub-batch 0 holds the GPU rows and the riders, sub-batch 1 the follow
     gpu.compute    |linear 0 (G + riders)|linear 1 (followers)|attention of G|linear 0 ...
     cpu.attention  |...followers, layer l|------ riders, layer l + 1 -------|-- followers, layer l + 1 ...
 
-In the executor's verbs: riders are waited for at their layer, followers take a detour at every layer. All CPU rows that
+As decisions: riders are waited for at their layer, followers take a detour at every layer. All CPU rows that
 take part get a token in every step. The weights are read twice, so it has to pay: see ``choice``.
 
 Prompts for the CPU tier lengthen the step, so that more CPU work hides behind it. With ``choice='neo'`` a step reads as
@@ -21,7 +21,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.op import WAITED
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, neo_iteration_ns
-from hybridattn.policies.base import DispatchView, LayerView, MicroBatchView, Policy, PromptView, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, Policy, PromptView
 from hybridattn.policies.fixed import shares
 
 CHOICES = ("neo", "eq6", "always")
@@ -56,7 +56,7 @@ class Asymmetric(Policy):
 
     name = "asymmetric"
     priority = WAITED
-    detours_wait = True
+    hooks = frozenset({"prompts", "detour"})
     swap_in_below = 0.95
 
     def __init__(
@@ -81,18 +81,12 @@ class Asymmetric(Policy):
         self._declined = 0
         self._pipelines: bool | None = None  # what was decided with the prompts of the coming step
 
-    # -- verbs -------------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
         if micro_batch.number in self._followers:
-            return Verb.SKIP
-        return Verb.JOIN if micro_batch.ready else Verb.WAIT
-
-    def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
-        for c in micro_batches:
-            if c.layer == at.layer and c.number in self._followers:
-                return c.number
-        return None
+            return Decision.DETOUR
+        return Decision.JOIN if micro_batch.ready else Decision.WAIT
 
     # -- sub-batches -------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,19 @@
-"""The policy contract: who goes to which tier, how CPU rows are grouped, and the four verbs.
+"""The policy contract: who goes to which tier, how CPU rows are grouped, and what becomes of a micro-batch.
 
 JOIN    the micro-batch's attention is ready: its rows enter the GPU's next linear stage
 SKIP    go on without it and ask again when the GPU comes by this layer in the next step
 WAIT    wait until it is ready, at most ``max_wait_ns``, then JOIN; past that bound, SKIP
-DETOUR  a micro-batch gets the linear stage of its own layer alone, wherever the GPU stands (one that is not ready is
-waited
-        for, within ``max_wait_ns``)
+DETOUR  it gets the linear stage of its layer alone, right after that of the GPU rows; one that is not ready is waited
+        for, at most ``max_wait_ns``
+
+``ask`` decides so about a micro-batch that waits at the layer of the GPU. Those that wait elsewhere are one question
+for all, ``detour``: which of them, if any, gets the linear stage of its own layer now.
 
 The order in which a policy is asked, for one step:
 
-    prompts -> begin -> launch -> [ask, each micro-batch at layer 0] -> [rests, detour, until None] -> [ask, at layer 1]
-    ...
+    prompts -> begin -> dispatch -> at each layer: ask, for each micro-batch there; no_detour, detour, until None
+
+``begin``, ``prompts`` and ``detour`` cost time at every step or layer, so a policy has to declare them (``hooks``).
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
 clock, no random source. Those of a micro-batch and of a layer are asked for in the layer loop: the executor shows its
@@ -22,18 +25,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
+from hybridattn.policies.renamed import MEMBERS, NAMES
+
+HOOKS = frozenset({"begin", "prompts", "detour"})
 
 
-class Verb(Enum):
+class Decision(Enum):
+    """What becomes of a micro-batch at its layer."""
+
     JOIN = "join"
     SKIP = "skip"
     WAIT = "wait"
+    DETOUR = "detour"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +67,11 @@ class TierView:
 
 
 class StepView(NamedTuple):
-    """Before a step. Rows and keys are those of all requests that decode; ``tokens`` counts what was made so far (a CPU
-    row that advanced one layer counts 1/L); ``cpu_factor`` is measured over priced time of CPU attention so far;
-    ``waiting`` counts requests that wait for admission."""
+    """Before a step. Rows and ``kv_tokens`` are those of all requests that decode.
+
+    ``tokens`` counts what was made so far (a CPU row that advanced one layer counts 1/L); ``cpu_factor`` is measured
+    over priced time of CPU attention so far; ``waiting`` counts requests that wait for admission.
+    """
 
     number: int
     now_ns: int
@@ -77,9 +88,9 @@ class StepView(NamedTuple):
 class DispatchView(NamedTuple):
     """Before a step: CPU rows that wait for their next token, micro-batches in flight, and GPU rows of the step.
 
-    ``idle_kv_tokens`` are the keys that each idle row attends to, oldest request first; ``gpu_kv_tokens`` those of the
-    decode rows of the step together; ``prefill`` its prompt chunks as (tokens, keys). Micro-batches launched get the
-    numbers from ``next_number`` on; ``flying`` are those in flight as (number, rows).
+    ``idle_kv_tokens`` is what each idle row attends to, oldest request first; ``gpu_kv_tokens`` what the decode rows of
+    the step attend to together; ``prefill`` its prompt chunks as (tokens, kv_tokens). New micro-batches get the numbers
+    from ``next_number`` on; ``flying`` are those in flight as (number, rows).
     """
 
     idle_rows: int
@@ -97,8 +108,11 @@ class DispatchView(NamedTuple):
 
 
 class PromptView(NamedTuple):
-    """Before a step: prompts that the CPU tier could take (``candidates``, tokens of each, in order of arrival), beside
-    what is settled already: decode rows of the GPU tier, chunks of other prompts as (tokens, keys), idle CPU rows."""
+    """Before a step: prompts that the CPU tier could take (``candidates``, tokens of each, in order of arrival).
+
+    Beside them what is settled already: decode rows of the GPU tier, chunks of other prompts as (tokens, kv_tokens),
+    idle CPU rows.
+    """
 
     candidates: tuple[int, ...]
     gpu_rows: int
@@ -108,11 +122,11 @@ class PromptView(NamedTuple):
 
 
 class MicroBatchView(Protocol):
-    """A micro-batch of ``size`` rows that stands at ``layer``. ``same_step``: its attention was submitted during the
-    current step.
+    """A micro-batch of ``size`` rows that waits for its attention of ``layer``, or whose attention is ready.
+    ``same_step``: that attention was submitted during the current step.
 
-    ``kv_tokens`` are the keys of its rows together. ``return_ns`` is when its attention is predicted to be back, or was
-    (0 where the policy does not ask for forecasts).
+    ``kv_tokens`` is what its rows attend to together. ``return_ns`` is when its attention is predicted to be back, or
+    was (0 where the policy does not ask for forecasts).
     """
 
     @property
@@ -135,7 +149,7 @@ class MicroBatchView(Protocol):
 class LayerView:
     """Where the GPU is: at the start of its attention of ``layer`` (ask), or of the linear stage after it (detour).
 
-    ``gpu_kv_tokens`` are the keys of the step's decode rows, ``tokens`` the rows of the linear stage that comes (ask)
+    ``gpu_kv_tokens`` is what the step's decode rows attend to, ``tokens`` the rows of the linear stage that comes (ask)
     or runs (detour), prompt tokens included; ``gpu_free_ns`` and ``cpu_free_ns`` are when GPU and CPU are predicted to
     have done all they were given (0 where the policy does not ask for forecasts).
     """
@@ -161,8 +175,8 @@ class Policy:
     Attributes
     ----------
     priority : class of its ops on the cpu.attention lane
-    detours_wait : ``detour`` is asked at every layer with a micro-batch in flight; off, only while some micro-batch is
-    ready
+    hooks : which of ``begin``, ``prompts`` and ``detour`` are called at all; with ``detour`` the driver keeps up with
+        the GPU at every layer while a micro-batch is in flight, which ``ask`` needs as well where it answers DETOUR
     next_detour_ns : ``detour`` is not asked before this time, nor is ``no_detour``
     dispatch_cap : most idle rows that ``dispatch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
@@ -175,14 +189,30 @@ class Policy:
 
     name = "base"
     tiers: tuple[str, ...] = (GPU_TIER, CPU_TIER)
+    hooks: frozenset[str] = frozenset()
     priority = SKIPPED
-    detours_wait = False
     next_detour_ns = 0
     dispatch_cap: int | None = None
     forecasts = False
     swap_in_below: float | None = None
     moves_block = False
     costs: Costs | None = None
+
+    def __init_subclass__(cls) -> None:
+        """A hook that is defined must be declared, and nothing may have a name of earlier versions."""
+        super().__init_subclass__()
+        for old, new in MEMBERS.items():
+            if old in cls.__dict__:
+                raise InputError(f"policy class {cls.__name__}: '{old}' is {new} now")
+        unknown = sorted(cls.hooks - HOOKS)
+        if unknown:
+            raise InputError(f"policy class {cls.__name__}: hook '{unknown[0]}' is none of {', '.join(sorted(HOOKS))}")
+        missing = sorted(name for name in HOOKS - cls.hooks if name in cls.__dict__)
+        if missing:
+            raise InputError(
+                f"policy class {cls.__name__} defines {missing[0]}(), which is called only when it is declared: "
+                f"add '{missing[0]}' to its hooks"
+            )
 
     def __init__(self, cpu_fraction: float | None = None) -> None:
         if cpu_fraction is not None and not (isinstance(cpu_fraction, int | float) and 0.0 <= cpu_fraction <= 1.0):
@@ -202,25 +232,25 @@ class Policy:
         return (CPU_TIER,) if forced else (GPU_TIER,)
 
     def place(self, request: RequestView, tiers: dict[str, TierView]) -> str | None:
-        """The tier that takes the request now; None: it waits. Fewer free pages never turn a None into a tier."""
+        """The tier that takes the request now; None: it waits, and with fewer free pages it would wait as well."""
         for tier in self.allowed(request.index):
             if tiers[tier].admits(request):
                 return tier
         return None
 
     def prompts(self, view: PromptView) -> int:
-        """How many of the candidates, in order, to read in the coming step. Called only where a policy overrides it."""
+        """How many of the candidates, in order, to read in the coming step. Only with the hook ``prompts``."""
         return len(view.candidates)
 
     def begin(self, view: StepView) -> None:
-        """A step begins: the place to plan. Called only where a policy overrides it."""
+        """A step begins: the place to plan. Only with the hook ``begin``."""
 
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
-        """Sizes of the micro-batches to launch now from the idle rows, in order; the rest stays idle."""
+        """Sizes of the micro-batches to dispatch now from the idle rows, in order; the rest stays idle."""
         return (view.idle_rows,) if view.idle_rows else ()
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
-        """What to do with a micro-batch that stands at the layer of the GPU."""
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
+        """What becomes of a micro-batch that waits at the layer of the GPU."""
         raise NotImplementedError
 
     def priority_of(self, number: int) -> int:
@@ -233,11 +263,21 @@ class Policy:
         return False
 
     def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
-        """Number of a micro-batch that gets a detour now; None: none. ``micro_batches`` are all in flight, ready or
-        not."""
+        """Number of a micro-batch that gets a detour now; None: none. Only with the hook ``detour``.
+
+        ``micro_batches`` are all in flight, ready or not. Asked while at least one is ready at another layer than the
+        GPU's next; the others that are ready at the layer of the one named share its detour.
+        """
         return None
 
     def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
         """Longest wait for ``micro_batch`` after WAIT or a detour of one that is not ready; None: the engine's
         time-out."""
         return None
+
+
+def __getattr__(name: str) -> Any:
+    """Names of earlier versions are told the new one."""
+    if name in NAMES:
+        raise ImportError(f"'{name}' is called '{NAMES[name]}' now")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

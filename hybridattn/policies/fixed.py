@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
-from hybridattn.policies.base import DispatchView, LayerView, MicroBatchView, Policy, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, Policy
 
 
 def shares(idle: int, rows: int, micro_batches: int, free: int) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class GpuOnly(Policy):
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         return ()
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
         raise InputError("policy 'gpu_only' was asked about a micro-batch of CPU rows")
 
 
@@ -72,8 +72,8 @@ class SyncOffload(Policy):
         rows = min(view.idle_rows, self.max_rows or view.idle_rows)
         return (rows,) if rows else ()
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
-        return Verb.JOIN if micro_batch.ready else Verb.WAIT
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
+        return Decision.JOIN if micro_batch.ready else Decision.WAIT
 
 
 class FixedFraction(SyncOffload):
@@ -93,18 +93,19 @@ class CpuOnly(Policy):
 
     Parameters
     ----------
-    micro-batches : int
+    micro_batches : int
         How many take turns.
     """
 
     name = "cpu_only"
+    hooks = frozenset({"detour"})
     tiers = (CPU_TIER,)
     priority = WAITED
 
     def __init__(self, micro_batches: int = 2) -> None:
         super().__init__()
         if micro_batches < 1:
-            raise InputError(f"micro-batches must be at least 1, got {micro_batches}")
+            raise InputError(f"micro_batches must be at least 1, got {micro_batches}")
         self.micro_batches = micro_batches
 
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
@@ -114,8 +115,8 @@ class CpuOnly(Policy):
         each = -(-view.idle_rows // free)
         return tuple(min(each, view.idle_rows - at) for at in range(0, view.idle_rows, each))
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
-        return Verb.JOIN if micro_batch.ready else Verb.SKIP
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
+        return Decision.JOIN if micro_batch.ready else Decision.SKIP
 
     def detour(self, micro_batches: Sequence[MicroBatchView], at: LayerView) -> int | None:
         return next((c.number for c in micro_batches if c.ready and c.layer != at.layer + 1), None)
@@ -135,8 +136,8 @@ class AsyncOverlap(Policy):
         Also join a micro-batch whose attention was submitted during this very step, when it is ready already. Off, a
         micro-batch advances one layer per step, as in the closed form of docs/crossover.md.
     equal : bool
-        Split the CPU rows into ``max_micro_batches`` equal micro-batches and launch one of them per step, so that they
-        spread over the layers, instead of launching all that are idle as one.
+        Split the CPU rows into ``max_micro_batches`` equal micro-batches and dispatch one of them per step, so that
+        they spread over the layers, instead of dispatching all that are idle as one.
     max_rows : int, optional
         CPU rows in flight at most.
     max_wait_us : float
@@ -181,12 +182,12 @@ class AsyncOverlap(Policy):
             return (idle,)
         return shares(idle, idle + view.flying_rows, self.max_micro_batches, 1)
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
         if micro_batch.same_step and not self.same_step:
-            return Verb.SKIP
+            return Decision.SKIP
         if micro_batch.ready:
-            return Verb.JOIN
-        return Verb.WAIT if self._max_wait_ns else Verb.SKIP
+            return Decision.JOIN
+        return Decision.WAIT if self._max_wait_ns else Decision.SKIP
 
     def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
         return self._max_wait_ns

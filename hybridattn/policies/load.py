@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridattn.core.errors import InputError
+from hybridattn.policies.base import StepView
+
+MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,36 @@ class Load:
             return False
         pairs = ((self.gpu_rows, other.gpu_rows), (self.cpu_rows, other.cpu_rows), (self.context, other.context))
         return all(abs(a - b) <= max(1, b) / 6 for a, b in pairs)
+
+
+class LoadMeter:
+    """The load, as the views of the steps show it. Rounded, so that loads which hardly differ are planned for once."""
+
+    __slots__ = ("_prompt_tokens",)
+
+    def __init__(self) -> None:
+        self._prompt_tokens = 0
+
+    def count(self, view: StepView) -> None:
+        """A step begins."""
+        self._prompt_tokens += view.prefill_tokens
+
+    def load(self, view: StepView) -> Load | None:
+        """The load now, requests that wait counted as CPU rows; None: there is nobody but GPU rows."""
+        rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
+        if not rows:
+            return None
+        kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens
+        context = max(1, kv_tokens // max(1, view.gpu_rows + view.cpu_rows))
+        known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few steps say little
+        per_token = self._prompt_tokens / view.tokens if known else 0.0
+        return Load(_coarse(view.gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
+
+
+def _coarse(count: int) -> int:
+    """``count`` to about 3 %."""
+    step = 1 << max(0, count.bit_length() - 5)
+    return round(count / step) * step
 
 
 class Prediction(Protocol):

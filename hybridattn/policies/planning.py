@@ -2,7 +2,8 @@
 
     choose:   candidates --> a quick look at each --> a longer one at the best few --> the best of those
 
-A ``Question`` carries all that decides the choice apart from the cost model, so that it may be answered elsewhere.
+A ``LayoutQuestion`` carries all that decides the choice apart from the cost model, so that it may be answered
+elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOM = 0.03  # left below a limit: a load is rounded to about 3 % (``Adaptive``)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LayoutQuestion:
     """Which layout for a load? With all that decides the answer, except for the cost model.
 
     ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt.
@@ -40,10 +41,10 @@ class Question:
         return choose(self.load, costs, predict, self.limits, self.min_gain, dict(self.discount))
 
 
-class Planner(Protocol):
+class AsyncChooser(Protocol):
     """Answers one question at a time, elsewhere (``hybridattn.planning.planner.Planner``). Neither method blocks."""
 
-    def ask(self, question: Question) -> None: ...
+    def ask(self, question: LayoutQuestion) -> None: ...
 
     def take(self) -> tuple[Layout, Prediction] | None:
         """The answer, once it is there."""

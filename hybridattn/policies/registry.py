@@ -12,7 +12,8 @@ from hybridattn.policies.adaptive import Adaptive, Auto
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
-from hybridattn.policies.planning import Planner, Predict
+from hybridattn.policies.planning import AsyncChooser, Predict
+from hybridattn.policies.renamed import OPTIONS
 
 POLICIES: dict[str, type[Policy]] = {
     p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric, Adaptive, Auto)
@@ -20,7 +21,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(
-    policy: str | Policy, costs: Costs | None = None, predict: Predict | Planner | None = None, **options: Any
+    policy: str | Policy, costs: Costs | None = None, predict: Predict | AsyncChooser | None = None, **options: Any
 ) -> Policy:
     """A policy from its name, from ``package.module:Class``, or as it is.
 
@@ -39,6 +40,8 @@ def make_policy(
     cls = policy_class(policy)
     known = inspect.signature(cls).parameters
     for option in options:
+        if OPTIONS.get(option) in known:
+            raise InputError(f"policy '{policy}': option '{option}' is called '{OPTIONS[option]}' now")
         if option not in known:
             raise InputError(f"policy '{policy}' has no option '{option}'; it has {', '.join(known) or 'none'}")
     given = {"costs": costs, "predict": predict}

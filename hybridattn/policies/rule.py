@@ -1,4 +1,4 @@
-"""The local rule: per micro-batch and layer, the verb whose gain in tokens exceeds what its GPU time is worth.
+"""The local rule: per micro-batch and layer, the decision whose gain in tokens exceeds what its GPU time is worth.
 
     lambda = B_G / P          tokens that a nanosecond of the GPU makes without CPU rows
     b, J, tau                 rows of a micro-batch, its CPU time at one layer, its linear time alone
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from hybridattn.core.op import SKIPPED, WAITED
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.base import DispatchView, LayerView, MicroBatchView, Policy, StepView, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, Policy, StepView
 from hybridattn.policies.fixed import shares
 
 MARGIN = 0.8
@@ -32,7 +32,7 @@ class Rule(Policy):
     Parameters
     ----------
     costs : Costs
-    micro-batches : int
+    micro_batches : int
         Equal micro-batches that share the CPU rows.
     omega : float
         How much CPU work counts that would be done later anyway: 0 detours only where the CPU would idle, 1 always
@@ -46,6 +46,7 @@ class Rule(Policy):
     """
 
     name = "rule"
+    hooks = frozenset({"begin", "detour"})
     forecasts = True
 
     def __init__(
@@ -108,20 +109,20 @@ class Rule(Policy):
 
     # -- per micro-batch and layer -------------------------------------------------------------------------------------
 
-    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Verb:
+    def ask(self, micro_batch: MicroBatchView, at: LayerView) -> Decision:
         if micro_batch.ready:
-            return Verb.JOIN
+            return Decision.JOIN
         costs = self.costs
         late_ns = micro_batch.return_ns + costs.up_ns(micro_batch.size) - at.gpu_free_ns
         if late_ns <= 0 or micro_batch.number == self._waited:
-            return Verb.WAIT  # the GPU's own attention takes as long, or the layout says so
+            return Decision.WAIT  # the GPU's own attention takes as long, or the layout says so
         tau = costs.linear_ns(micro_batch.size)
         starves = at.cpu_free_ns - micro_batch.return_ns < tau + costs.down_ns(micro_batch.size)
         if late_ns < min(tau, self._budget_ns) and starves:
             if self._net * micro_batch.size / at.num_layers > MARGIN * self._lambda * late_ns:
                 self._budget_ns -= late_ns
-                return Verb.WAIT
-        return Verb.SKIP
+                return Decision.WAIT
+        return Decision.SKIP
 
     def max_wait_ns(self, micro_batch: MicroBatchView, at: LayerView) -> int | None:
         if micro_batch.number == self._waited:
@@ -129,7 +130,7 @@ class Rule(Policy):
         return max(0, micro_batch.return_ns - at.now_ns) * 5 // 4 + _SLACK_NS
 
     def no_detour(self, at: LayerView) -> bool:
-        """The CPU has enough to do; so it will until then."""
+        """The CPU has work queued for two layers more than the GPU: it need not be fed before that has shrunk."""
         layer_ns = self.costs.layer_ns(at.tokens, at.gpu_rows, at.gpu_kv_tokens)
         more_ns = max(0, at.cpu_free_ns - at.gpu_free_ns) - 2 * layer_ns
         if more_ns < 0:
@@ -163,7 +164,7 @@ class Rule(Policy):
 
 
 def _ready_by_layer(micro_batches: Sequence[MicroBatchView], apart_from: int) -> dict[int, tuple[int, int, int]]:
-    """(number of one of them, rows, keys) of the ready micro-batches at each layer: they share a detour."""
+    """(number of one of them, rows, kv_tokens) of the ready micro-batches at each layer: they share a detour."""
     found: dict[int, tuple[int, int, int]] = {}
     for c in micro_batches:
         if c.ready and (layer := c.layer) != apart_from:

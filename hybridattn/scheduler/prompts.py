@@ -29,7 +29,7 @@ class Prompts:
         self._queues = queues
         self._kv = kv
         self._swaps = swaps
-        self._asks = type(policy).prompts is not Policy.prompts
+        self._asks = "prompts" in policy.hooks
 
     def segments(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
         """Chunks for the coming step, beside its decode rows and the idle CPU rows."""

@@ -15,16 +15,17 @@ from hybridattn.core.op import CPU
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
-from hybridattn.policies.base import Policy, Verb
+from hybridattn.policies.base import Decision, Policy
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 
 LAYERS, PAGE = 3, 16
 
 
 class Restless(Policy):
-    """Uses all four verbs, by a seeded coin: whatever a policy decides, tokens must stay right."""
+    """Uses all four decisions, by a seeded coin: whatever a policy decides, tokens must stay right."""
 
     name = "restless"
+    hooks = frozenset({"detour"})
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Restless(Policy):
         return tuple(sizes)
 
     def ask(self, micro_batch, at):
-        return self.coin.choice([Verb.JOIN if micro_batch.ready else Verb.SKIP, Verb.SKIP, Verb.WAIT])
+        return self.coin.choice([Decision.JOIN if micro_batch.ready else Decision.SKIP, Decision.DETOUR, Decision.WAIT])
 
     def detour(self, ready, at):
         return self.coin.choice(ready).number if self.coin.random() < 0.3 else None
@@ -182,13 +183,15 @@ def test_gpu_only_makes_no_polls():
 
 
 class TwoByTwo(AsyncOverlap):
-    """Two micro-batches are launched together and stay together: the first that is ready elsewhere takes a detour."""
+    """Two micro-batches are dispatched together and stay together: the first that is ready elsewhere takes a detour."""
+
+    hooks = frozenset({"detour"})
 
     def dispatch(self, view):
         return (1, 1) if view.idle_rows >= 2 else ()
 
     def ask(self, micro_batch, at):
-        return Verb.SKIP
+        return Decision.SKIP
 
     def detour(self, micro_batches, at):
         both = [c for c in micro_batches if c.ready and c.layer != at.layer + 1]

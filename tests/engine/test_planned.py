@@ -32,7 +32,7 @@ from hybridattn.planning.predict import by_simulation, open_priced
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.fixed import AsyncOverlap
 from hybridattn.policies.load import Limits, Load
-from hybridattn.policies.planning import Question
+from hybridattn.policies.planning import LayoutQuestion
 
 TINY = load("dummy:tiny")
 NAME = TINY.config.shape.name
@@ -40,7 +40,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 JOBS = [[i + 1, 7, 3 * i + 2] * 5 for i in range(6)]
 SMALL = {"gpu_kv_blocks": 5, "cpu_kv_blocks": 40, "page_size": 16}  # one request and a half at a time on the GPU tier
 ROOMY = {"gpu_kv_blocks": 40, "cpu_kv_blocks": 40, "page_size": 16}
-FIRST = Question(Load(4, 8, 64), 1.1, Limits(), 1.0)
+FIRST = LayoutQuestion(Load(4, 8, 64), 1.1, Limits(), 1.0)
 pytestmark = pytest.mark.filterwarnings("ignore::hybridattn.cost.table.ExtrapolationWarning")
 
 
@@ -203,7 +203,7 @@ def test_a_process_that_dies_does_not_stop_the_generation(profile, plain, when):
             call = planned(llm)
             layout = llm.policy.layout
             os.kill(llm.planner.pid, signal.SIGKILL)
-            llm.policy._load = None  # it wants to plan again
+            llm.policy._plan = None  # it wants to plan again
         else:
             call = llm.start(JOBS * 4, PARAMS)
             until(lambda: llm.planner.pid is not None, llm.engine.step)

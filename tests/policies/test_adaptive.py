@@ -14,8 +14,9 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.adaptive import MAX_WAIT_STEPS, SETTLE_STEPS, WINDOW, Adaptive, Auto
-from hybridattn.policies.base import DispatchView, LayerView, RequestView, StepView, TierView, Verb
+from hybridattn.policies.adaptive import MAX_WAIT_STEPS, SETTLE_STEPS, Adaptive, Auto
+from hybridattn.policies.base import Decision, DispatchView, LayerView, RequestView, StepView, TierView
+from hybridattn.policies.guard import WINDOW
 from hybridattn.policies.layouts import Layout, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.rule import Rule
@@ -67,19 +68,19 @@ def rule(**options):
 
 def test_what_is_ready_joins_and_what_returns_under_the_gpus_attention_is_waited_for():
     policy = rule()
-    assert policy.ask(ready(layer=3), at()) is Verb.JOIN
+    assert policy.ask(ready(layer=3), at()) is Decision.JOIN
     early = ready(layer=3, is_ready=False, return_ns=900 * US)
-    assert policy.ask(early, at(gpu_free_us=1000)) is Verb.WAIT
-    assert policy.ask(early._replace(return_ns=50_000 * US), at(gpu_free_us=1000)) is Verb.SKIP
+    assert policy.ask(early, at(gpu_free_us=1000)) is Decision.WAIT
+    assert policy.ask(early._replace(return_ns=50_000 * US), at(gpu_free_us=1000)) is Decision.SKIP
 
 
 def test_a_wait_needs_a_starving_cpu_a_short_remainder_and_a_budget():
     micro_batch = ready(layer=3, is_ready=False, return_ns=1100 * US)
-    assert rule().ask(micro_batch, at(cpu_free_us=1100)) is Verb.WAIT
-    assert rule().ask(micro_batch, at(cpu_free_us=9000)) is Verb.SKIP  # the CPU has more to do behind it
-    assert rule(stretch=1e-6).ask(micro_batch, at(cpu_free_us=1100)) is Verb.SKIP  # no budget
+    assert rule().ask(micro_batch, at(cpu_free_us=1100)) is Decision.WAIT
+    assert rule().ask(micro_batch, at(cpu_free_us=9000)) is Decision.SKIP  # the CPU has more to do behind it
+    assert rule(stretch=1e-6).ask(micro_batch, at(cpu_free_us=1100)) is Decision.SKIP  # no budget
     assert (
-        rule().ask(micro_batch._replace(size=1, kv_tokens=1000), at(cpu_free_us=1100)) is Verb.SKIP
+        rule().ask(micro_batch._replace(size=1, kv_tokens=1000), at(cpu_free_us=1100)) is Decision.SKIP
     )  # one row is not worth it
 
 
@@ -187,7 +188,7 @@ def test_a_prediction_for_other_prompts_is_made_anew_and_not_held_against_the_la
     policy.begin(passing(tokens=1000.0))
     used, some = policy.layout, 600  # prompt tokens: half a one for each token made, which is still a load alike
     policy.begin(passing(WINDOW, 10**9, 1075.0)._replace(prefill_tokens=some))
-    assert policy.plans == 2 and policy.layout == used and not policy._discount
+    assert policy.plans == 2 and policy.layout == used and not policy._guard.discount
 
 
 def test_without_the_guard_it_believes_its_predictions():
@@ -203,17 +204,18 @@ def test_a_cpu_that_turns_out_slower_is_planned_for_anew():
     policy.begin(passing(1, cpu_factor=1.2))
     assert policy.plans == 1  # not while it is still learning
     policy.begin(passing(SETTLE_STEPS, cpu_factor=1.3))
-    assert policy.plans == 2 and policy._inner.costs.cpu_ns(8, 8000) > COSTS.cpu_ns(8, 8000)
+    assert policy.plans == 2 and policy.policy.costs.cpu_ns(8, 8000) > COSTS.cpu_ns(8, 8000)
 
 
 def test_a_plan_may_take_its_time():
     policy, _ = planner({"rule": Guess(150.0)}, plan_steps=5)
     policy.begin(passing())
     policy.begin(passing(8, cpu_rows=200))
-    first = policy.expected
-    assert policy._next[0] == 13
-    policy.begin(passing(13, cpu_rows=200))
-    assert policy._next is None and policy.expected == first
+    used = policy.policy
+    policy.begin(passing(12, cpu_rows=200))
+    assert policy.plans == 2 and policy.policy is used
+    policy.begin(passing(13, cpu_rows=200, cpu_factor=1.01))
+    assert policy.plans == 2 and policy.expected == Guess(150.0)
 
 
 # -- placement -------------------------------------------------------------------------------------------------------
@@ -241,9 +243,9 @@ def test_rows_on_the_cpu_tier_do_not_starve_under_a_gpu_only_plan():
     policy.begin(passing())
     dispatched = [policy.dispatch(DispatchView(4, 0, 24)) for _ in range(2 * MAX_WAIT_STEPS)]
     assert [s for s in dispatched if s] == [(4,), (4,)]
-    assert policy.ask(ready(is_ready=False), at()) is Verb.WAIT  # through in one step
-    assert policy.ask(ready(7, is_ready=False), at()) is Verb.SKIP  # in flight from an earlier plan
-    assert policy.ask(ready(7), at()) is Verb.JOIN
+    assert policy.ask(ready(is_ready=False), at()) is Decision.WAIT  # through in one step
+    assert policy.ask(ready(7, is_ready=False), at()) is Decision.SKIP  # in flight from an earlier plan
+    assert policy.ask(ready(7), at()) is Decision.JOIN
 
 
 def test_max_wait_launches_no_more_rows_than_hide_behind_the_gpus_attention():

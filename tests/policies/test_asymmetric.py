@@ -13,7 +13,7 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.policies.asymmetric import MAX_WAIT_STEPS, WIDTH, Asymmetric
-from hybridattn.policies.base import DispatchView, LayerView, PromptView, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView, PromptView
 
 COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10g", "epyc-7r32-16c", "pcie4-x16"))
 
@@ -57,9 +57,8 @@ def test_riders_are_waited_for_and_followers_take_a_detour_at_every_layer():
     assert len(policy.dispatch(view(400, next_number=10))) == 2
     at = LayerView(3, 32, 24, 0)
     rider, follower = (Seen(n, 5, 3, False, True) for n in (10, 11))
-    assert policy.ask(rider, at) is Verb.WAIT and policy.ask(follower, at) is Verb.SKIP
-    assert policy.detour((rider._replace(layer=4), follower), at) == 11
-    assert policy.detour((rider._replace(layer=4), follower._replace(layer=4)), at) is None
+    assert policy.ask(rider, at) is Decision.WAIT and policy.ask(follower, at) is Decision.DETOUR
+    assert policy.ask(rider._replace(ready=True), at) is Decision.JOIN
 
 
 def test_without_gpu_rows_two_micro_batches_take_turns():

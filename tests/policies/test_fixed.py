@@ -13,7 +13,7 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.base import DispatchView, LayerView, Policy, RequestView, TierView, Verb
+from hybridattn.policies.base import Decision, DispatchView, LayerView, RequestView, TierView
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 from hybridattn.policies.registry import POLICIES, make_policy
 
@@ -48,24 +48,24 @@ def test_offload_policies_spill_to_the_cpu_tier(policy):
 
 
 def test_sync_offload_waits_and_async_overlap_skips():
-    assert SyncOffload().ask(micro_batch(False), AT) is Verb.WAIT
-    assert SyncOffload().ask(micro_batch(True), AT) is Verb.JOIN
-    assert AsyncOverlap().ask(micro_batch(False), AT) is Verb.SKIP
-    assert AsyncOverlap().ask(micro_batch(True), AT) is Verb.JOIN
+    assert SyncOffload().ask(micro_batch(False), AT) is Decision.WAIT
+    assert SyncOffload().ask(micro_batch(True), AT) is Decision.JOIN
+    assert AsyncOverlap().ask(micro_batch(False), AT) is Decision.SKIP
+    assert AsyncOverlap().ask(micro_batch(True), AT) is Decision.JOIN
 
 
 def test_same_step_joins_can_be_switched_off():
     strict = AsyncOverlap(same_step=False)
-    assert strict.ask(micro_batch(True, same_step=True), AT) is Verb.SKIP
-    assert strict.ask(micro_batch(True, same_step=False), AT) is Verb.JOIN
+    assert strict.ask(micro_batch(True, same_step=True), AT) is Decision.SKIP
+    assert strict.ask(micro_batch(True, same_step=False), AT) is Decision.JOIN
 
 
 def test_max_wait_waits_for_what_may_join_and_no_longer_than_it_says():
     patient = AsyncOverlap(max_wait_us=1.5)
-    assert patient.ask(micro_batch(False), AT) is Verb.WAIT and patient.max_wait_ns(micro_batch(False), AT) == 1500
-    assert patient.ask(micro_batch(True), AT) is Verb.JOIN
+    assert patient.ask(micro_batch(False), AT) is Decision.WAIT and patient.max_wait_ns(micro_batch(False), AT) == 1500
+    assert patient.ask(micro_batch(True), AT) is Decision.JOIN
     strict = AsyncOverlap(same_step=False, max_wait_us=1.5)
-    assert strict.ask(micro_batch(False, same_step=True), AT) is Verb.SKIP
+    assert strict.ask(micro_batch(False, same_step=True), AT) is Decision.SKIP
     for bad in (-1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match=f"max_wait_us must be .* got {bad}"):
             AsyncOverlap(max_wait_us=bad)
@@ -105,7 +105,7 @@ def test_cpu_only_uses_one_tier_and_two_micro_batches_in_turn():
 def test_a_fixed_fraction_is_waited_for():
     policy = FixedFraction(0.25)
     assert "".join(policy.allowed(i)[0][0] for i in range(8)) == "gggcgggc"
-    assert policy.ask(micro_batch(False), AT) is Verb.WAIT
+    assert policy.ask(micro_batch(False), AT) is Decision.WAIT
 
 
 def test_policies_are_found_by_name_and_by_import_path():
@@ -137,8 +137,8 @@ def test_every_policy_that_uses_the_cpu_decides_something_at_every_layer():
     for cls in POLICIES.values():
         if "cpu" in cls.tiers:
             for ready in (True, False):
-                assert isinstance(make_policy(cls.name, **GIVEN).ask(micro_batch(ready), AT), Verb)
-        assert cls.detour is Policy.detour or make_policy(cls.name, **GIVEN).detour((), AT) is None
+                assert isinstance(make_policy(cls.name, **GIVEN).ask(micro_batch(ready), AT), Decision)
+        assert make_policy(cls.name, **GIVEN).detour((), AT) is None
 
 
 def test_control_rooms_import_no_torch():
