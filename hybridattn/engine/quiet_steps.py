@@ -17,13 +17,14 @@ class QuietSteps:
     here                  |------- one call ----------|
     """
 
-    __slots__ = ("_executor", "_kv", "_queue", "_scheduler")
+    __slots__ = ("_executor", "_kv", "_plans", "_queue", "_scheduler")
 
     def __init__(self, executor: FastExecutor, scheduler: Scheduler, kv: KVManager, queue: RequestQueue) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._kv = kv
         self._queue = queue
+        self._plans = "begin" in executor.policy.hooks
 
     def take(self, batch: Batch) -> bool:
         """As many steps of these rows as are certain; False: none is.
@@ -31,8 +32,8 @@ class QuietSteps:
         Their tokens go to the requests without events, so that a request which wants events or may stop by itself takes
         one step after the other.
         """
-        if not self._executor.can_repeat:
-            return False
+        if not self._executor.can_repeat or (self._plans and self._scheduler.waiting):
+            return False  # a policy that plans may let in who waits
         steps = self._scheduler.quiet_steps(batch)
         requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]
         if steps < 1 or any(r.params is not None or r.events is not None or r.text is not None for r in requests):

@@ -243,7 +243,10 @@ class Policy:
         return len(view.candidates)
 
     def begin(self, view: StepView) -> None:
-        """A step begins: the place to plan. Only with the hook ``begin``."""
+        """A step begins: the place to plan. Only with the hook ``begin``.
+
+        The simulator leaves out steps of the same GPU rows as the one before, while nobody else runs or waits.
+        """
 
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         """Sizes of the micro-batches to dispatch now from the idle rows, in order; the rest stays idle."""

@@ -182,6 +182,37 @@ def test_gpu_only_makes_no_polls():
     assert sum(p.polls_made for p in engine.taken.steps) == 0
 
 
+class Apart(SyncOffload):
+    """CPU rows get their linear stages alone, at the layer of the GPU; waits are as long as ``bound_ns``."""
+
+    hooks = frozenset({"detour"})
+
+    def __init__(self, bound_ns):
+        super().__init__(cpu_fraction=0.5)
+        self.bound_ns = bound_ns
+
+    def ask(self, micro_batch, at):
+        return Decision.DETOUR
+
+    def max_wait_ns(self, micro_batch, at):
+        return self.bound_ns
+
+
+def test_a_detour_where_the_gpu_stands_is_waited_for_and_neither_a_join_nor_a_skip():
+    engine = build(Apart(None), 3, gpu_blocks=20, cpu_blocks=20, cpu_scale=100)
+    serve(engine, [([7] * 5, 10), ([8] * 5, 10)])
+    busy = [p for p in engine.taken.steps if p.micro_batches and p.gpu_rows]
+    assert busy and all((p.detours, p.joins, p.skips) == (LAYERS * p.micro_batches, 0, 0) for p in busy)
+    assert sum(p.waits for p in busy) > 0
+
+
+def test_a_detour_that_is_not_ready_within_its_wait_is_a_skip():
+    engine = build(Apart(0), 3, gpu_blocks=20, cpu_blocks=20, cpu_scale=100)
+    serve(engine, [([7] * 5, 10), ([8] * 5, 10)])
+    busy = [p for p in engine.taken.steps if p.micro_batches and p.gpu_rows]
+    assert sum(p.skips for p in busy) > 0 and sum(p.joins for p in busy) == 0
+
+
 class TwoByTwo(AsyncOverlap):
     """Two micro-batches are dispatched together and stay together: the first that is ready elsewhere takes a detour."""
 

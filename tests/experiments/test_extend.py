@@ -35,7 +35,7 @@ def mine(tmp_path, monkeypatch):
     text = DOC.read_text()
     blocks = re.findall(r"as\s+`mine/([\w/.]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [
-        "patient.py", "policy/patient.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "e5m2.py",
+        "on_time.py", "policy/on_time.yaml", "bursts.py", "workload/bursts.yaml", "my_points.py", "e5m2.py",
         "plain.py", "streaming.py",
     ]  # fmt: skip
     for name, code in blocks:
@@ -43,7 +43,7 @@ def mine(tmp_path, monkeypatch):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("patient", "bursts", "my_points", "e5m2", "plain", "streaming"):
+    for name in ("on_time", "bursts", "my_points", "e5m2", "plain", "streaming"):
         sys.modules.pop(name, None)
 
 
@@ -74,26 +74,26 @@ def run(mine, *overrides):
     return main(["-m", f"results_root={mine}/results", f"hydra.searchpath=[file://{mine}]", *overrides])
 
 
-def test_the_policy_is_no_longer_than_thirty_lines(mine):
-    assert len((mine / "patient.py").read_text().splitlines()) <= 30
+def test_the_policy_fits_on_a_screen(mine):
+    assert len((mine / "on_time.py").read_text().splitlines()) <= 50
 
 
 def test_an_outside_policy_runs_on_the_simulator(mine):
     where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=2,4"]
-    assert run(mine, *where, "policy=gpu_only,patient") == 0
+    assert run(mine, *where, "policy=gpu_only,on_time") == 0
     rate = {(r["policy"], r["ratio"]): r["tokens_per_s"] for r in rows(mine, "ratio")}
-    assert rate["patient", 2] > rate["gpu_only", 2]  # a T4 with four requests: any help pays
+    assert rate["on_time", 2] > rate["gpu_only", 2]  # a T4 with four requests: any help pays
 
 
 def test_its_options_can_be_swept(mine):
-    where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=4", "policy=patient"]
-    assert run(mine, *where, "policy.options.max_wait_us=0,100000") == 0
-    by = {r["max_wait_us"]: r["cpu_tokens_per_s"] for r in rows(mine, "ratio")}
-    assert by[100000] > by[0]
+    where = ["+experiment=ratio", "hardware=t4", "settings.exposed_fraction=0", "settings.ratio=4", "policy=on_time"]
+    assert run(mine, *where, "policy.options.tpot_ms=1,100000") == 0
+    by = {r["tpot_ms"]: r["cpu_tokens_per_s"] for r in rows(mine, "ratio")}
+    assert by[1] > by[100000]
 
 
 def test_an_outside_policy_and_back_end_run_on_host(mine):
-    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=patient", "device.backend=plain"]
+    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=on_time", "device.backend=plain"]
     assert run(mine, "+experiment=ratio_host", *small) == 0
     [row] = rows(mine, "ratio_host")
     assert (row["kind"], row["device"], row["cpu_rows"], row["completed"]) == ("measured", "host", 2, 4)
