@@ -32,7 +32,7 @@ class QuietSteps:
         Their tokens go to the requests without events, so that a request which wants events or may stop by itself takes
         one step after the other.
         """
-        if not self._executor.can_repeat or (self._plans and self._scheduler.waiting):
+        if not self._executor.can_repeat or (self._plans and self._scheduler.queues.waiting):
             return False  # a policy that plans may let in who waits
         steps = self._scheduler.quiet_steps(batch)
         requests: list[Request] = [s.request for s in batch.segments]  # type: ignore[misc]

@@ -148,7 +148,7 @@ def test_an_outside_kernel_in_numba_runs_on_the_workers_and_in_the_engine(mine, 
             np.testing.assert_allclose(out[0], want, atol=3e-6)
             np.testing.assert_allclose(lse[0], want_lse, atol=3e-6)
     assert backends.approximate("streaming")
-    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=patient", "device.backend=streaming"]
+    small = ["repeats=1", "settings.ratio=1", "settings.output_tokens=3", "policy=on_time", "device.backend=streaming"]
     assert run(mine, "+experiment=ratio_host", *small) == 0
     [row] = rows(mine, "ratio_host")
     assert (row["kind"], row["cpu_rows"], row["completed"], row["attention_approximate"]) == ("measured", 2, 4, True)
