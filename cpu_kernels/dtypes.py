@@ -21,6 +21,7 @@ import numpy as np
 from cpu_kernels import isa
 from cpu_kernels.arrays import from_bf16, to_bf16
 from cpu_kernels.codegen import convert
+from cpu_kernels.codegen.fields import Code
 from cpu_kernels.codegen.values import F32, I8, I16, I32, Value, lanes_of, vec
 
 LANES = 16
@@ -52,6 +53,7 @@ class KVDtype:
     limit: ClassVar[float] = 0.0
     bytes_dot: ClassVar[bool] = False
     pairs_order: ClassVar[tuple[int, ...]] = ()
+    stored_as: ClassVar[Code | None] = Code.FP32  # rows of this type are stored as they are, but for `quiet`
 
     # ------------------------------------------------------------------ in NumPy
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
@@ -85,6 +87,10 @@ class KVDtype:
     def narrow(self, x: Value, factor: Value | None, level: str) -> Value:
         """Stored elements of float lanes, rounded to nearest even."""
         return x
+
+    def quiet(self, stored: Value) -> Value:
+        """What rows of type `stored_as` become: their NaNs are quiet."""
+        return stored
 
     def widen(self, stored: Value, level: str) -> Value:
         """Float lanes of stored elements, without their scale."""
@@ -135,7 +141,7 @@ class KVDtype:
 
 class Bf16(KVDtype):
     name, element_bytes, per_lane, element, pairs_order = "bf16", 2, 2, np.uint16, (0, 1)
-    kind = I16
+    kind, stored_as = I16, Code.BF16
 
     def encode(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         return to_bf16(x)
@@ -145,6 +151,9 @@ class Bf16(KVDtype):
 
     def narrow(self, x: Value, factor: Value | None, level: str) -> Value:
         return convert.f32_to_bf16(x)
+
+    def quiet(self, stored: Value) -> Value:
+        return ((stored & 0x7FFF) > 0x7F80).select(stored | 0x40, stored)
 
     def widen(self, stored: Value, level: str) -> Value:
         return convert.bf16_to_f32(stored)
@@ -165,7 +174,7 @@ class Bf16(KVDtype):
 
 class Fp16(KVDtype):
     name, element_bytes, element = "fp16", 2, np.float16
-    kind = I16
+    kind, stored_as = I16, None
 
     def encode(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         with np.errstate(over="ignore"):
@@ -183,7 +192,7 @@ class Int8(KVDtype):
 
     name, element_bytes, per_lane, element = "int8", 1, 4, np.int8
     limit, bytes_dot = 127.0, True
-    kind = I8
+    kind, stored_as = I8, None
 
     def encode(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         peak = np.fmax.reduce(np.abs(x), -1, initial=0)[..., None]
@@ -219,7 +228,7 @@ class Fp8(KVDtype):
 
     name, element_bytes, per_lane, element = "fp8", 1, 4, np.uint8
     limit, pairs_order = 448.0, (0, 2, 1, 3)
-    kind = I8
+    kind, stored_as = I8, None
 
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
         peak = np.minimum(np.fmax.reduce(np.abs(x), -1, initial=0), np.float32(LARGEST))

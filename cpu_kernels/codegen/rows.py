@@ -70,7 +70,19 @@ class RowCodec:
             scale = kind.scale(top)
             f.store(scale, scale_at)
             factor = kind.factor(top, scale)
-        with f.loop(0, dim, LANES) as d:
+        if kind.stored_as is None:
+            self._narrow_row(source, code, row, factor)
+            return
+        with f.either(code.eq(int(kind.stored_as))) as same:
+            with f.loop(0, dim, LANES) as d:
+                x = f.load(vec(LANES, kind.kind), source, d * kind.element_bytes)
+                f.store(kind.quiet(x), row, d * kind.element_bytes)
+            same.otherwise()
+            self._narrow_row(source, code, row, factor)
+
+    def _narrow_row(self, source: Value, code: Value, row: Value, factor: Value | None) -> None:
+        f, kind, shift = self.f, self.kind, element_shift(code)
+        with f.loop(0, self.layout.head_dim, LANES) as d:
             if kind.limit:
                 x = f.load(V16F, self._wide, d * 4)
             else:
@@ -123,7 +135,7 @@ class RowCodec:
         write: bool,
     ) -> None:  # fmt: skip
         """Move 16 tokens from `offset`, a multiple of 16, between a page and plain rows that lie `strides` apart."""
-        f = self.f
+        f, row_bytes = self.f, plain_row_bytes(self.layout, code)
         for which, (plain, stride) in enumerate(zip(rows, strides, strict=True)):
             base = self._base(block, which, offset)
             if not write:
@@ -131,6 +143,9 @@ class RowCodec:
             with f.loop(0, LANES) as t:
                 row, scale_at = self._rows.at(t * self.row_bytes), self._scale_at(block, offset + t, which)
                 if write:
+                    # Rows are short runs far apart, which processors do not foresee: fetch those of the next tile.
+                    with f.loop(0, row_bytes, 64) as at:
+                        f.prefetch(plain.at((t + LANES) * stride + at), 2)
                     self._narrow(plain.at(t * stride), code, row, scale_at)
                 else:
                     self._widen(row, scale_at, plain.at(t * stride), code)
@@ -173,6 +188,11 @@ class RowCodec:
                     x = f.load(whole, line)
                     for j, where in enumerate(rows):
                         f.store((x >> (j * bits)).cast("trunc", part), where)
+
+
+def plain_row_bytes(layout: Layout, code: Value) -> Value:
+    """Bytes of a plain row of run-time type `code`."""
+    return code.fn.const(I64, layout.head_dim) << element_shift(code)
 
 
 def transposed(rows: list[Value]) -> list[Value]:

@@ -181,3 +181,38 @@ def test_encode_int8_rounds_to_even_and_keeps_zero_rows() -> None:
     codes, scales = encode(np.array([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0]], np.float32), "int8")
     assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
     assert scales is not None and scales.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_takes_sixteen_bit_arrays_as_append_does(dtype: str, kind: str) -> None:
+    """NumPy uint16 is bf16 bits; NaNs become quiet, and pages of a strided view are taken where they lie."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 2, 32, 48)).astype(np.float32)
+    narrow = to_bf16(x) if kind == "bf16" else x.astype(np.float16)
+    if dtype in ("bf16", "fp32"):
+        narrow.view(np.uint16)[1, 1, 3, 5] = 0x7F81 if kind == "bf16" else 0x7C01  # a signalling NaN
+    by_pack, by_append = (ck.KVPages(3, 2, 48, 32, dtype, huge_pages=False) for _ in range(2))
+    ck.pack(by_pack, 0, [2, 0], narrow[::2], narrow[1::2])
+    for page, (k, v) in zip([2, 0], ((narrow[0], narrow[1]), (narrow[2], narrow[3])), strict=True):
+        rows = [np.ascontiguousarray(np.swapaxes(part, 0, 1)) for part in (k, v)]
+        for offset in range(31, -1, -1):  # one by one, no tile
+            ck.append_kv(by_append, 0, rows[0][offset][None], rows[1][offset][None], [page * 32 + offset])
+    assert np.array_equal(by_pack.buffer, by_append.buffer)
+
+
+def test_tiles_and_single_tokens_mix_in_one_call() -> None:
+    """Slots that jump, skip, begin inside of a tile and fill whole ones."""
+    rng = np.random.default_rng(1)
+    slots = np.concatenate([np.arange(5, 16), np.arange(16, 48), [-1, 3], np.arange(64, 80), np.arange(48, 63), [0]])
+    k, v = (rng.standard_normal((len(slots), 2, 32)).astype(np.float32) for _ in range(2))
+    for dtype in DTYPES:
+        whole, single = (ck.KVPages(3, 2, 32, 32, dtype, huge_pages=False) for _ in range(2))
+        ck.append_kv(whole, 0, k, v, slots)
+        for i in range(len(slots)):
+            ck.append_kv(single, 0, k[i : i + 1], v[i : i + 1], slots[i : i + 1])
+        assert np.array_equal(whole.buffer, single.buffer)
+        out = [np.empty((75, 2, 32), np.float32) for _ in range(2)]
+        ck.gather_kv(whole, 0, [0, 1, 2], 75, *out)
+        plain = [np.swapaxes(x, 1, 2).reshape(-1, 2, 32)[:75] for x in ck.unpack(whole, 0, [0, 1, 2])]
+        assert np.array_equal(out[0], plain[0]) and np.array_equal(out[1], plain[1])
