@@ -58,7 +58,7 @@ class Cell:
         load = Load(rows, min(s.most_cpu_rows, round(rows * s.ratio)), place.context, per_token)
         speed = "" if gb_s is None else f" {gb_s:g} GB/s"
         name = f"{place} out {'-' if s.output is None else s.output}{speed}"
-        return Cell(place, place.setting(gb_s).costs, load, name)
+        return Cell(place, place.costs(gb_s), load, name)
 
     def columns(self, ratio: float | None = None) -> dict[str, str]:
         """What tells its row apart; without a ratio where an experiment varies that itself."""

@@ -35,31 +35,23 @@ class PerKey:
         return round(self.ns_per_key * work.kv_tokens)
 
 
-def ideal_shape(num_layers: int = 32) -> ModelShape:
-    """A model shape whose sizes do not matter: only its number of layers does."""
-    return ModelShape("ideal", num_layers, 1024, 4096, 8, 8, 128, 1024, 1 << 20)
-
-
-def ideal(shape: ModelShape, linear_ns: float, gpu_key_ns: float, cpu_key_ns: float, exposed_ns: int = 0) -> Pricing:
-    """Prices of the ideal machine.
+def ideal(linear_ns: float, gpu_key_ns: float, cpu_key_ns: float, num_layers: int = 32) -> Costs:
+    """The ideal machine with a model of which only the number of layers matters.
 
     Parameters
     ----------
     linear_ns : linear time of one layer
-    gpu_key_ns, cpu_key_ns : attention time per key and layer on each processor
-    exposed_ns : extra time of every copy up, which the GPU waits for: work exposed at a layer with a join
+    gpu_key_ns, cpu_key_ns : attention time per K,V token and layer on each processor
     """
+    shape = ModelShape("ideal", num_layers, 1024, 4096, 8, 8, 128, 1024, 1 << 20)
+    free = Constant(0)
     models: dict[tuple[str, str], PriceModel] = {
         (GPU, "linear"): PerWeight(linear_ns / shape.layer_params),
-        (GPU, "head"): Constant(0),
-        (GPU, "other"): Constant(0),
+        (GPU, "head"): free,
+        (GPU, "other"): free,
         (GPU, "decode_attention"): PerKey(gpu_key_ns),
         (CPU, "decode_attention"): PerKey(cpu_key_ns),
-        (D2H, "copy"): Constant(0),
-        (H2D, "copy"): Constant(exposed_ns),
+        (D2H, "copy"): free,
+        (H2D, "copy"): free,
     }
-    return Pricing("ideal", "ideal", models)
-
-
-def costs_of(shape: ModelShape, pricing: Pricing, dtype: str = "fp16") -> Costs:
-    return Costs(ModelCost(shape, dtype), pricing)
+    return Costs(ModelCost(shape, "fp16"), Pricing("ideal", "ideal", models))

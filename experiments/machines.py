@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
-from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import SUSTAINED_DRAM, machine
@@ -25,27 +24,6 @@ from hybridattn.policies.base import Policy
 
 HARDWARE = Path(__file__).parents[1] / "configs" / "hardware"
 TIMEOUT_NS = 10**13  # virtual time is free: nothing simulated here is a stall
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A model on a machine. ``pricing`` may be set apart from what the profiles say (a fitted or misjudged part)."""
-
-    model: ModelShape
-    dtype: str
-    pricing: Pricing
-
-    @staticmethod
-    def of(gpu: str, cpu: str, link: str, model: str, dtype: str = "fp16") -> Setting:
-        return Setting(shape(model), dtype, machine(gpu, cpu, link))
-
-    @property
-    def costs(self) -> Costs:
-        return Costs(ModelCost(self.model, self.dtype), self.pricing)
-
-    def engine(self, policy: Policy, config: EngineConfig) -> Engine:
-        """An engine on a simulated device that keeps no spans."""
-        return Engine(PricedStages(self.model, self.dtype), open_sim(self.pricing), policy, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +58,9 @@ class Place:
         found = OmegaConf.load(path)
         return found.gpu, found.cpu, found.link
 
-    def setting(self, cpu_gb_s: float | None = None) -> Setting:
+    def costs(self, cpu_gb_s: float | None = None) -> Costs:
         """The model on the machine, whose CPU reads K,V at ``cpu_gb_s`` in attention; None: as its profile says."""
-        pricing = machine(*self.parts) if cpu_gb_s is None else pricing_at(*self.parts, cpu_gb_s)
-        return Setting(shape(self.model), "fp16", pricing)
+        return priced(self.model, machine(*self.parts) if cpu_gb_s is None else pricing_at(*self.parts, cpu_gb_s))
 
     def gpu_rows(self, kv_share: float, most: int) -> int:
         """Requests that a share of the GPU's K,V memory holds: at least 2, at most ``most``."""
@@ -92,6 +69,16 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.hardware} {self.model} ctx {self.context}"
+
+
+def priced(model: str, pricing: Pricing, dtype: str = "fp16") -> Costs:
+    """A model by name on a priced machine."""
+    return Costs(ModelCost(shape(model), dtype), pricing)
+
+
+def engine_on(costs: Costs, policy: Policy, config: EngineConfig) -> Engine:
+    """An engine on a simulated device that keeps no spans."""
+    return Engine(PricedStages(costs.cost.shape, costs.cost.dtype), open_sim(costs.pricing), policy, config)
 
 
 def open_sim(pricing: Pricing) -> SimDevice:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.ideal import costs_of, ideal, ideal_shape
+from experiments.ideal import ideal
 from experiments.machines import Place, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
@@ -38,12 +38,12 @@ def point(app: App, settings: CapacitySettings) -> dict[str, Any]:
     """One row: the bound at x and r, the largest gain, and how many requests the CPU then has."""
     if settings.place.startswith(f"{IDEAL}/"):
         x, r = _numbers(settings.place)
-        key_ns, shape = x * 1e6 / (IDEAL_ROWS * IDEAL_CONTEXT), ideal_shape()
-        costs, rows, context = costs_of(shape, ideal(shape, 1e6, key_ns, key_ns * r)), IDEAL_ROWS, IDEAL_CONTEXT
+        key_ns = x * 1e6 / (IDEAL_ROWS * IDEAL_CONTEXT)
+        costs, rows, context = ideal(1e6, key_ns, key_ns * r), IDEAL_ROWS, IDEAL_CONTEXT
         origin = {"hardware": IDEAL, "model": IDEAL, "machine": IDEAL}
     else:
         place = Place.parse(settings.place)
-        costs, rows, context = place.setting().costs, int(place.more or 1), place.context
+        costs, rows, context = place.costs(), int(place.more or 1), place.context
         x, r = rates(costs, rows, context)
         name = f"{place.hardware} {place.model}"
         origin = {"hardware": place.hardware, "model": place.model, "machine": name}

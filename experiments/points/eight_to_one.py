@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.ideal import costs_of, ideal, ideal_shape
+from experiments.ideal import ideal
 from experiments.machines import Place, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import in_order, markdown, simulated
 from hybridattn.core.errors import InputError
-from hybridattn.core.op import CPU, GPU, Work
-from hybridattn.cost.costs import Costs
+from hybridattn.core.op import GPU, Work
+from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.pricing import PriceModel
 from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.fixed import AsyncOverlap
@@ -51,11 +51,11 @@ def point(app: App, settings: EightSettings) -> dict[str, Any]:
     if s.exposed_us is not None and s.exposed_us < 0:
         raise InputError(f"settings.exposed_us must not be negative, got {s.exposed_us}")
     if s.place == IDEAL:
-        shape, rows, context, name = ideal_shape(), IDEAL_ROWS, IDEAL_CONTEXT, "ideal, 1 ms per layer"
-        costs, origin = costs_of(shape, ideal(shape, 800_000.0, 200_000 / 32_000, 0.01)), {"hardware": IDEAL}
+        costs, rows, context = ideal(800_000.0, 200_000 / 32_000, 0.01), IDEAL_ROWS, IDEAL_CONTEXT
+        name, origin = "ideal, 1 ms per layer", {"hardware": IDEAL}
     else:
         place = Place.parse(s.place)
-        costs, rows, context, name = place.setting().costs, s.gpu_rows, place.context, str(place)
+        costs, rows, context, name = place.costs(), s.gpu_rows, place.context, str(place)
         origin = {"hardware": place.hardware, "model": place.model}
     more_ns = quarter(costs, rows, context) if s.exposed_us is None else round(s.exposed_us * 1000)
     found = measure(exposed(costs, more_ns, rows), rows, context, s.most_ratio)
@@ -99,23 +99,12 @@ class Exposed:
         return self.model.price_ns(work) + (self.more_ns if work.rows > self.gpu_rows else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Faster:
-    """A price divided: a CPU so fast that it never saturates."""
-
-    model: PriceModel
-    by: int
-
-    def price_ns(self, work: Work) -> int:
-        return self.model.price_ns(work) // self.by
-
-
 def exposed(costs: Costs, more_ns: int, gpu_rows: int) -> Costs:
     """The same machine with ``more_ns`` exposed at each join, no DRAM contention and a CPU that is never the limit."""
-    models = dict(costs.pricing.models)
-    models[GPU, "linear"] = Exposed(models[GPU, "linear"], more_ns, gpu_rows)
-    models[CPU, "decode_attention"] = Faster(models[CPU, "decode_attention"], 50)
-    return replace(costs, pricing=replace(costs.pricing, models=models, contention={}))
+    pricing = with_cpu_factor(costs.pricing, 1 / 50)
+    linear = Exposed(pricing.models[GPU, "linear"], more_ns, gpu_rows)
+    models = {**pricing.models, (GPU, "linear"): linear}
+    return replace(costs, pricing=replace(pricing, models=models, contention={}))
 
 
 def quarter(costs: Costs, gpu_rows: int, context: int) -> int:

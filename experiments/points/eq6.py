@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.build import cost_of, pricing_of
-from experiments.ideal import costs_of, ideal, ideal_shape
+from experiments.ideal import ideal
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
@@ -82,11 +82,10 @@ def _shift(row: Mapping[str, Any]) -> str:
 
 def ideal_threshold(x: float, num_layers: int = 128, gpu_rows: int = 240) -> float:
     """Crossover of N_G / N_C on the ideal machine."""
-    shape = ideal_shape(num_layers)
     key_ns = x * LINEAR_NS / (gpu_rows * CONTEXT)
 
     def gain(r: float) -> float:
-        costs = costs_of(shape, ideal(shape, LINEAR_NS, key_ns, key_ns * r))
+        costs = ideal(LINEAR_NS, key_ns, key_ns * r, num_layers)
         return pipeline_gain(costs, Load(gpu_rows, cpu_rows(gpu_rows, x, r), CONTEXT))
 
     return crossing(gain, 2.0, 40.0)

@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 
 from experiments.build import cost_of, policy_of, pricing_of
-from experiments.machines import TIMEOUT_NS, Setting
+from experiments.machines import TIMEOUT_NS, engine_on
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import in_order, markdown
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
+from hybridattn.cost.costs import Costs
 from hybridattn.engine.engine import Engine
 
 CONFIG = EngineConfig(
@@ -46,10 +47,9 @@ class FlatSettings:
 @experiment(FlatSettings)
 def point(app: App, settings: FlatSettings) -> dict[str, Any]:
     """One row: memory early and late, and requests per second of process time."""
-    cost, pricing = cost_of(app), pricing_of(app)
-    setting = Setting(cost.shape, cost.dtype, pricing)
-    engine = setting.engine(policy_of(app, setting.costs), CONFIG)
-    return {"kind": "measured", "device": "sim", "profile": pricing.fingerprint, **serve(engine, settings)}
+    costs = Costs(cost_of(app), pricing_of(app))
+    found = serve(engine_on(costs, policy_of(app, costs), CONFIG), settings)
+    return {"kind": "measured", "device": "sim", "profile": costs.pricing.fingerprint, **found}
 
 
 def serve(engine: Engine, s: FlatSettings) -> dict[str, Any]:

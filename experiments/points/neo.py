@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.machines import TIMEOUT_NS, Setting, pricing_at
+from experiments.machines import TIMEOUT_NS, engine_on, priced, pricing_at
 from hybridattn.core.config import EngineConfig
-from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
 from hybridattn.engine.replay import Replay, Served
 from hybridattn.policies.registry import make_policy
 from hybridattn.workload.item import Workload
@@ -32,14 +32,13 @@ class Box:
     max_batched_tokens: int = 20_000
     max_num_seqs: int = 1024
 
-    def setting(self, cpu_gb_s: float) -> Setting:
+    def costs(self, cpu_gb_s: float) -> Costs:
         """The box with its CPU's attention at a bandwidth."""
-        pricing = pricing_at(self.gpu, self.cpu, self.link, cpu_gb_s, LAUNCH_NS)
-        return Setting(shape(self.model), "fp16", pricing)
+        return priced(self.model, pricing_at(self.gpu, self.cpu, self.link, cpu_gb_s, LAUNCH_NS))
 
     def serve(self, policy: str, workload: Workload, cpu_gb_s: float, **options: Any) -> Served:
         """Serve ``workload`` on a simulated box."""
-        setting = self.setting(cpu_gb_s)
+        costs = self.costs(cpu_gb_s)
         config = EngineConfig(
             gpu_kv_blocks=self.gpu_tokens // PAGE,
             cpu_kv_blocks=self.cpu_tokens // PAGE,
@@ -49,5 +48,5 @@ class Box:
             max_num_batched_tokens=self.max_batched_tokens,
             op_timeout_ns=TIMEOUT_NS,
         )
-        engine = setting.engine(make_policy(policy, costs=setting.costs, **options), config)
+        engine = engine_on(costs, make_policy(policy, costs=costs, **options), config)
         return Replay(engine, workload).run()

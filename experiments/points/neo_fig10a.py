@@ -71,7 +71,7 @@ def point(app: App, settings: Fig10aSettings) -> dict[str, Any]:
         if output not in gains:
             gains[output] = rate(at, "asymmetric", output, s.requests, gb_s) / alone[output]
     return {
-        **simulated(at.setting(gb_s).pricing.fingerprint),
+        **simulated(at.costs(gb_s).pricing.fingerprint),
         "hardware": at.name,
         "model": at.model,
         "host_tokens": at.cpu_tokens,

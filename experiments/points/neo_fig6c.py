@@ -65,7 +65,7 @@ def point(app: App, settings: Fig6cSettings) -> dict[str, Any]:
     latency_ns = latency(s.system, s.rate_per_s, lengths(s.requests, s.trace), s.cpu_gb_s)
     known = dict(published()[s.system]).get(s.rate_per_s)
     return {
-        **simulated(at.setting(s.cpu_gb_s).pricing.fingerprint),
+        **simulated(at.costs(s.cpu_gb_s).pricing.fingerprint),
         "policy": POLICY[s.system],
         "per_token_ns": latency_ns,
         "published_s": known,

@@ -6,7 +6,6 @@ The whole Azure conversation trace of November 2023 (19,366 requests) takes a fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from experiments.build import cost_of, policy_of, pricing_of, sim_device
@@ -25,18 +24,10 @@ TIMES = ("ttft", "tpot", "itl", "e2el", "queue")
 PARTS = ("mean", "median", "p90", "p99")
 
 
-@dataclass
-class ReplaySettings(ServeSettings):
-    """As for every served workload; ``max_model_len`` 0 is that of the model."""
-
-    max_model_len: int = 0
-
-
-@experiment(ReplaySettings)
-def point(app: App, settings: ReplaySettings) -> dict[str, Any]:
+@experiment(ServeSettings)
+def point(app: App, settings: ServeSettings) -> dict[str, Any]:
     """One row: all metrics of the run."""
     cost, pricing, workload = cost_of(app), pricing_of(app), workload_for(app, settings)
-    settings.max_model_len = settings.max_model_len or cost.shape.max_model_len
     engine = engine_for(app, settings, policy_of(app, Costs(cost, pricing)), sim_device(app, pricing))
     served = Replay(engine, workload).run()
     if not served.requests:

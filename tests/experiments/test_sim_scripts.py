@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from experiments.keep import main as keep
-from experiments.machines import Place, Setting
+from experiments.machines import Place, priced
 from experiments.points.apex import verdict as apex_verdict
 from experiments.points.grid import CPU_GB_S, PLACES, RATIOS, goals
 from experiments.points.speed import LAYOUTS
 from experiments.run import main
 from hybridattn.core.errors import InputError
+from hybridattn.cost.machine import machine
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "experiment"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50.99,396,9\n"
@@ -92,6 +93,16 @@ def test_what_an_experiment_printed_is_kept_with_its_origin(shrunk, tmp_path, ca
     assert keep([str(tmp_path)]) == 2 and "is no result folder" in capsys.readouterr().err
 
 
+def test_every_kept_page_is_linked_and_names_its_command_and_commit():
+    docs = CONFIGS.parents[1] / "docs"
+    pages = {p.stem: p.read_text() for p in (docs / "results").glob("*.md")}
+    linked = set(re.findall(r"\(results/(\w+)\.md\)", (docs / "crossover.md").read_text()))
+    assert linked == set(pages)
+    for name, text in pages.items():
+        if name != "closed_forms":
+            assert f"\n    python -m experiments.run +experiment={name}\n" in text and "commit " in text, name
+
+
 def test_a_sweep_that_is_not_complete_is_not_kept(shrunk, tmp_path, capsys):
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -155,9 +166,9 @@ def test_a_trace_that_is_not_there_is_named(tmp_path):
 
 def test_a_place_is_a_hardware_file_a_model_and_a_context():
     place = Place.parse("a10/llama3.1-8b/1000")
-    assert place.setting() == Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
+    assert place.costs() == priced("llama3.1-8b", machine("a10", "epyc-7r32-16c", "pcie4-x16"))
     assert Place.parse("a10/llama3.1-8b/1000/30").more == 30 and str(place) == "a10 llama3.1-8b ctx 1000"
     with pytest.raises(InputError, match="must read hardware/model/context, got 'a10/llama3.1-8b'"):
         Place.parse("a10/llama3.1-8b")
     with pytest.raises(InputError, match="names the hardware 'b10'; known are a10,"):
-        Place.parse("b10/llama3.1-8b/1000").setting()
+        Place.parse("b10/llama3.1-8b/1000").costs()

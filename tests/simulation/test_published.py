@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.ideal import costs_of, ideal, ideal_shape
-from experiments.machines import Setting, open_sim, pricing_at
+from experiments.ideal import ideal
+from experiments.machines import open_sim, priced, pricing_at
 from experiments.points import capacity_bound, eight_to_one, neo_fig10a
 from experiments.points.eq6 import ideal_threshold
 from experiments.points.neo_fig6c import lengths, sustained
@@ -21,8 +21,12 @@ from experiments.points.offload import gain as offload_gain
 from experiments.schema import App
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.request import DeclaredTokens
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import capacity_gain_bound, eq6_threshold, overlap_crossover, upper_bound_gain
+from hybridattn.cost.machine import machine
 from hybridattn.cost.priced_stages import PricedStages
+from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.planning.predict import by_simulation
@@ -33,8 +37,9 @@ from hybridattn.policies.layouts import fixed_layouts, policy_of
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.registry import make_policy
 
-A10_8B = Setting.of("a10", "epyc-7r32-16c", "pcie4-x16", "llama3.1-8b")
-A10 = dataclasses.replace(A10_8B, model=dataclasses.replace(A10_8B.model, num_layers=8))  # as wide, less to simulate
+MACHINE = machine("a10", "epyc-7r32-16c", "pcie4-x16")
+SHALLOW = dataclasses.replace(shape("llama3.1-8b"), num_layers=8)  # as wide, less to simulate
+A10 = Costs(ModelCost(SHALLOW, "fp16"), MACHINE)
 
 
 @pytest.mark.parametrize("x", [0.5, 1.0, 2.0])
@@ -43,8 +48,7 @@ def test_eq6_on_the_ideal_machine(x):
 
 
 def test_a_quarter_of_the_layer_exposed_gives_eight_to_one():
-    shape = ideal_shape()
-    costs = eight_to_one.exposed(costs_of(shape, ideal(shape, 800_000.0, 200_000 / 32_000, 0.01)), 250_000, 32)
+    costs = eight_to_one.exposed(ideal(800_000.0, 200_000 / 32_000, 0.01), 250_000, 32)
     gain, d, a = eight_to_one.overlap(costs, 32, 4 * 33, 1000)
     assert d == pytest.approx(0.25, abs=0.01) and a == pytest.approx(32 / 33, rel=0.01)
     seen = eight_to_one.crossover(costs, 32, 1000)
@@ -54,16 +58,14 @@ def test_a_quarter_of_the_layer_exposed_gives_eight_to_one():
 
 @pytest.mark.parametrize(("x", "r"), [(0.5, 3), (1.0, 3), (1.0, 10)])
 def test_ample_memory_gains_no_more_than_the_bound(x, r):
-    shape = ideal_shape(8)
     key_ns = x * 1e6 / (200 * 1000)
-    gain, moved = capacity_bound.best_gain(costs_of(shape, ideal(shape, 1e6, key_ns, key_ns * r)), 200, 1000)
+    gain, moved = capacity_bound.best_gain(ideal(1e6, key_ns, key_ns * r, 8), 200, 1000)
     bound = capacity_gain_bound(x, r)
     assert 1 + 0.5 * (bound - 1) < gain <= bound * 1.0001 and moved > 0
 
 
 def test_no_layout_exceeds_the_upper_bound():
-    shape = ideal_shape(8)
-    costs = costs_of(shape, ideal(shape, 1e6, 1e6 / 40_000, 8e6 / 40_000))  # x = 1, r = 8
+    costs = ideal(1e6, 1e6 / 40_000, 8e6 / 40_000, 8)  # x = 1, r = 8
     load = Load(40, 160, 1000)
     alone = 40 / costs.step_ns(40, 40_000) * 1e9
     for layout in fixed_layouts(costs, 40, 160, 1000):
@@ -72,15 +74,15 @@ def test_no_layout_exceeds_the_upper_bound():
 
 
 def test_full_offload_to_a_weak_cpu_loses():
-    weak = dataclasses.replace(A10_8B, pricing=pricing_at("a10g", "epyc-7r32-16c", "pcie4-x16", 15.0))
-    assert offload_gain(weak.costs, OffloadSettings(15.0, output=400))["gain"] < 0.6
+    weak = priced("llama3.1-8b", pricing_at("a10g", "epyc-7r32-16c", "pcie4-x16", 15.0))
+    assert offload_gain(weak, OffloadSettings(15.0, output=400))["gain"] < 0.6
 
 
 # -- adaptive and auto -----------------------------------------------------------------------------------------------
 
 
 def steady(policy, load, settle=0, factor=1.0):
-    costs = A10.costs
+    costs = A10
     run = SteadyRun(costs, costs.corrected(factor).pricing, policy, load, open_sim)
     for _ in range(settle):
         run.step()
@@ -89,24 +91,22 @@ def steady(policy, load, settle=0, factor=1.0):
 
 def test_adaptive_is_at_least_as_good_as_the_best_fixed_policy():
     load = Load(24, 72, 1000)
-    best = max(
-        steady(policy_of(layout, A10.costs), load).tokens_per_s for layout in fixed_layouts(A10.costs, 24, 72, 1000)
-    )
-    assert steady(Adaptive(A10.costs, by_simulation()), load, settle=60).tokens_per_s >= 0.99 * best
+    best = max(steady(policy_of(layout, A10), load).tokens_per_s for layout in fixed_layouts(A10, 24, 72, 1000))
+    assert steady(Adaptive(A10, by_simulation()), load, settle=60).tokens_per_s >= 0.99 * best
 
 
 def test_adaptive_keeps_its_limits():
     load, limits = Load(24, 72, 1000), Limits(1.25, 15.0)
-    found = steady(Adaptive(A10.costs, by_simulation(), 1.25, 15.0), load, settle=60)
-    alone_ns = A10.costs.step_ns(24, 24_000)
+    found = steady(Adaptive(A10, by_simulation(), 1.25, 15.0), load, settle=60)
+    alone_ns = A10.step_ns(24, 24_000)
     assert limits.kept_by(found, alone_ns, slack=0.02)
     assert found.tokens_per_s > 24 / alone_ns * 1e9
 
 
 def test_adaptive_learns_that_the_cpu_is_slower_than_it_believed():
     load = Load(24, 72, 1000)
-    policy = Adaptive(A10.costs, by_simulation())
-    run = SteadyRun(A10.costs, A10.costs.corrected(1.4).pricing, policy, load, open_sim)
+    policy = Adaptive(A10, by_simulation())
+    run = SteadyRun(A10, A10.corrected(1.4).pricing, policy, load, open_sim)
     for _ in range(80):
         run.step()
     assert run.executor.forecast.cpu_factor == pytest.approx(1.4, rel=0.02)
@@ -114,7 +114,7 @@ def test_adaptive_learns_that_the_cpu_is_slower_than_it_believed():
 
 
 def test_an_infinitely_dear_cpu_gives_gpu_only():
-    costs = A10.costs.corrected(1e5)
+    costs = A10.corrected(1e5)
     policy = Adaptive(costs, by_simulation())
     run = SteadyRun(costs, costs.pricing, policy, Load(24, 24, 1000), open_sim)
     run.step()
@@ -122,9 +122,9 @@ def test_an_infinitely_dear_cpu_gives_gpu_only():
 
 
 def spans_of(name, gpu_blocks):
-    policy = make_policy(name, costs=A10.costs, predict=by_simulation())
+    policy = make_policy(name, costs=A10, predict=by_simulation())
     config = EngineConfig(gpu_blocks, 4000, 16, max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=512)
-    engine = Engine(PricedStages(A10.model, "fp16"), SimDevice(A10.pricing), policy, config)
+    engine = Engine(PricedStages(SHALLOW, "fp16"), SimDevice(MACHINE), policy, config)
     for i in range(8):
         engine.add(DeclaredTokens(200 + i), 12, arrival_ns=i * 10**8)
     engine.run()
@@ -185,7 +185,7 @@ def test_the_sustained_rate_lies_on_the_line_between_two_points():
 
 def test_bounded_offload_that_hides_costs_the_gpu_rows_little():
     hidden = steady(SyncOffload(max_rows=3), Load(24, 3, 1000))
-    assert hidden.gpu_tpot_ns <= 1.02 * A10.costs.step_ns(24, 24_000)
+    assert hidden.gpu_tpot_ns <= 1.02 * A10.step_ns(24, 24_000)
 
 
 def test_the_simulator_runs_where_torch_cannot_be_imported():
@@ -197,7 +197,3 @@ def test_the_simulator_runs_where_torch_cannot_be_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_settings_compare_by_value():
-    assert dataclasses.replace(A10) == A10
