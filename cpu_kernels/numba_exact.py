@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from cpu_kernels.numba_frame import decode_kernel, function, widen
+from cpu_kernels.numba_frame import decode_kernel, exp, function, widen
 
 
 @function
@@ -41,7 +41,8 @@ def add_page(q, keys, values, count, at, row, s, m, l, out):  # noqa: E741
         for d in range(dim):
             out[g, d] *= shrink
         for t in range(count):
-            s[t] = math.exp(s[t] - top)
+            s[t] = exp(s[t] - top)
+        for t in range(count):
             total += s[t]
         for t in range(count):
             for d in range(dim):

@@ -184,6 +184,30 @@ def _put_of(stored, row):
 
 
 @function
+def exp(x):
+    """exp of a float32 that is at most 0, in a form that becomes vectors (a call of the C library does not).
+
+    2**n times a polynomial in the rest: within 1e-7 of the value near 0, 4e-6 at -87; below it is 0, and NaN stays NaN.
+    """
+    y = x * np.float32(1.4426950408889634)
+    near = y if y > np.float32(-126) else np.float32(-126)
+    n = np.floor(near + np.float32(0.5))
+    r = near - n
+    p = np.float32(1.5252734e-5)
+    p = p * r + np.float32(1.5403530e-4)
+    p = p * r + np.float32(1.3333558e-3)
+    p = p * r + np.float32(9.6181291e-3)
+    p = p * r + np.float32(5.5504109e-2)
+    p = p * r + np.float32(2.4022651e-1)
+    p = p * r + np.float32(6.9314718e-1)
+    p = p * r + np.float32(1)
+    whole = _as_float(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    if y > np.float32(-126):
+        return p * whole
+    return np.float32(0) if y <= np.float32(-126) else y
+
+
+@function
 def bounds_of(block, page_size):
     """Minimum and maximum of each dim of a block's keys, float32 ``[2, head_dim]`` (pages of ``plain_bounds``)."""
     return numba.carray(_pointer(block[2 * page_size :].ctypes.data, types.float32), (2, block.shape[1]))
