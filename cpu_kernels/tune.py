@@ -24,7 +24,7 @@ from cpu_kernels.tuning import Tuning
 HEADS, DIM, TOKENS = 8, 128, 2048
 SMALLEST, LARGEST = 32 << 20, 256 << 20  # bytes of K and V; as much as an eighth of the free memory allows
 GAIN = 1.02
-ROUNDS = 7
+ROUNDS, LEAST_ROUNDS = 7, 2
 WAIT_S = 60.0
 Report = Callable[[str], None]
 
@@ -103,14 +103,21 @@ class Bench:
         assert end is not None
         return end - start
 
-    def compare(self, groups: Iterable[int], candidates: list[Tuning], rounds: int) -> list[float]:
-        """How many times as fast as the first each candidate is: median over rounds, geometric mean over groups."""
+    def compare(
+        self, groups: Iterable[int], candidates: list[Tuning], rounds: int, limit: float = float("inf")
+    ) -> list[float]:
+        """How many times as fast as the first each candidate is: median over rounds, geometric mean over groups.
+
+        Rounds end early once the time is `limit` (of `time.monotonic`).
+        """
         total = np.zeros(len(candidates))
         for group in groups:
             for chosen in candidates:
                 self.nanoseconds(group, chosen)
             took = []
             for number in range(rounds):
+                if number >= LEAST_ROUNDS and time.monotonic() > limit:
+                    break
                 order = list(range(len(candidates)))[:: 1 if number % 2 else -1]
                 row = {i: self.nanoseconds(group, candidates[i]) for i in order}
                 took.append([row[i] for i in range(len(candidates))])
@@ -159,7 +166,7 @@ def search(seconds: float = 20.0, report: Report = print, pool: WorkerPool | Non
             candidates = [best] + [
                 replace(best, **{step.name: x}) for x in step.values if x != getattr(best, step.name)
             ]
-            speeds = bench.compare(step.groups, candidates, ROUNDS)
+            speeds = bench.compare(step.groups, candidates, ROUNDS, limit)
             tried = ", ".join(f"{getattr(c, step.name)}: {s:.3f}" for c, s in zip(candidates, speeds, strict=True))
             top = int(np.argmax(speeds))
             if speeds[top] >= GAIN:

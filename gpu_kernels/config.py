@@ -74,7 +74,7 @@ def decode_config(
     elif quantised:  # widening the codes takes registers, so more threads share a tile
         block_n, warps, stages = 64 if block_d <= 128 else 32, 8, 2
         if fp8 and extras and block_d == 128 and capability.sm >= 90:  # else a few registers spill
-            block_n, warps = 32, 4
+            block_n, stages = 32, 1
     else:
         block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
         warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2

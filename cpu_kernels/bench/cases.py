@@ -59,7 +59,10 @@ SHAPES = (
     Case("page64", 4, page=64, against="group4"),
     Case("page128", 4, page=128, against="group4"),
 )
-DTYPES = tuple(Case(f"{d}-group1", 1, dtype=d, against="group1") for d in ("int8", "fp16", "fp32"))
+DTYPES = (
+    *(Case(f"{d}-group1", 1, dtype=d, against="group1") for d in ("int8", "fp8", "fp16", "fp32")),
+    *(Case(f"{d}-group4", 4, dtype=d, against="group4") for d in ("int8", "fp8")),
+)
 DIVISION = (
     Case("one-of-131072", 4, lens=(131_072,), against="group4"),
     Case("256-of-100", 4, lens=(100,) * 256, against="group4"),
