@@ -10,6 +10,7 @@ from hybridattn.core.shapes import ModelShape
 _SHAPES = (
     ModelShape("smollm2-135m", 30, 576, 1536, 9, 3, 64, 49152, 8192, True),
     ModelShape("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096, False),
+    ModelShape("llama3.2-3b", 28, 3072, 8192, 24, 8, 128, 128256, 131072, True),
     ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072, False),
     ModelShape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072, False),
     ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, 32768, False),

@@ -20,6 +20,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -70,6 +71,7 @@ class CudaDevice(LiveDevice):
     Attributes
     ----------
     pageable : what could not be page-locked, so that its copies block the driver; such a run is no measure of a card
+    waited_ns : for how long the driver has waited for futures so far; the rest of its time it plans and submits
     """
 
     name = "cuda"
@@ -108,6 +110,7 @@ class CudaDevice(LiveDevice):
         self.broken: BaseException | None = None
         self._open: dict[str, deque[StreamFuture]] = {lane: deque() for lane in self._streams}
         self.pageable: list[str] = []
+        self.waited_ns = 0
         self._pins: list[weakref.finalize] = []
         self._emulates_size = gpu_memory_bytes is not None
         self._allocated_before = self.runtime.allocated()
@@ -171,6 +174,13 @@ class CudaDevice(LiveDevice):
         runtime.record(future.begun, stream)
         runtime.enqueue(stream, future.execute)
         runtime.record(future.finished, stream)
+
+    def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
+        began = time.perf_counter_ns()
+        try:
+            super().wait_any(futures, timeout_ns)
+        finally:
+            self.waited_ns += time.perf_counter_ns() - began
 
     def sleep_until_ns(self, when_ns: int) -> None:
         while (left := when_ns - time.perf_counter_ns()) > 0:

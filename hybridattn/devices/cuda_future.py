@@ -19,6 +19,7 @@ class Owner(Protocol):
     """What futures need of their device."""
 
     broken: BaseException | None
+    waited_ns: int
 
     def passed(self, future: StreamFuture) -> bool:
         """Whether the stream has come by the future's end; settles it and all before it on its lane if so."""
@@ -113,7 +114,7 @@ class StreamFuture:
         self.ended = True
 
     def wait(self, timeout_ns: int) -> Any:
-        await_end(self, timeout_ns)
+        self._owner.waited_ns += await_end(self, timeout_ns)
         raise_error_of(self)
         return self.result
 
@@ -171,6 +172,10 @@ class HandoverFuture(HostFuture):
             self.end(error=self._owner.broken)  # no stream will push anything any more
             return True
         return False
+
+    def wait(self, timeout_ns: int) -> Any:
+        self._owner.waited_ns += await_end(self, timeout_ns)
+        return super().wait(timeout_ns)
 
     def _settle(self) -> None:
         if self.after:  # handed over by a stream: nobody has looked at these before

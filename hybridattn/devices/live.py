@@ -31,15 +31,24 @@ class LiveFuture(Future, Protocol):
         ...
 
 
-def await_end(future: LiveFuture, timeout_ns: int, deadline_ns: int | None = None) -> None:
-    """Return once ``future`` ended, well or badly; StallError after ``timeout_ns`` (up to the deadline, if given)."""
-    until = time.perf_counter_ns() + timeout_ns if deadline_ns is None else deadline_ns
+def await_end(future: LiveFuture, timeout_ns: int, deadline_ns: int | None = None) -> int:
+    """Return once ``future`` ended, well or badly; StallError after ``timeout_ns`` (up to the deadline, if given).
+
+    Returns
+    -------
+    How long that took [ns]; 0 where it had ended before.
+    """
+    if future.done():
+        return 0
+    began = time.perf_counter_ns()
+    until = began + timeout_ns if deadline_ns is None else deadline_ns
     while not future.done():
         left = until - time.perf_counter_ns()
         if left <= 0:
             raise StallError(f"{future.op.describe()} did not end within {timeout_ns / 1e9:g} s")
         interrupts_held.raise_overdue()
         future.block(min(left / 1e9, _SLICE_S))
+    return time.perf_counter_ns() - began
 
 
 def raise_error_of(future: Future) -> None:

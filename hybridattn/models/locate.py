@@ -112,6 +112,7 @@ DUMMY_SHAPES: dict[str, DecoderConfig] = {
     "tiny": _shape("llama", RopeConfig(), ModelShape("tiny", 3, 96, 192, 6, 2, 16, 512, 1024, True)),
     "smollm2-135m": _shape("llama", RopeConfig(theta=100000.0), shape("smollm2-135m")),
     "llama2-7b": _shape("llama", RopeConfig(), shape("llama2-7b")),
+    "llama3.2-3b": _shape("llama", RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192), shape("llama3.2-3b")),
     "llama3.1-8b": _shape("llama", RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), shape("llama3.1-8b")),
     "qwen2.5-7b": _shape("qwen2", RopeConfig(theta=1000000.0), shape("qwen2.5-7b")),
 }

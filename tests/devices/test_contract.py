@@ -52,7 +52,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(k, marks=pytest.mark.gpu) if k == "cuda" else k for k in KINDS])
 def device(request):
     if request.param == "cuda" and why_no_cuda() is not None:
         pytest.skip(f"no CUDA device here: {why_no_cuda()}")

@@ -306,6 +306,23 @@ def test_the_trace_names_card_and_host(opened):
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+def test_the_driver_counts_how_long_it_waits(opened):
+    device = opened(FakeCuda(1))
+    ended = device.submit(op("first", GPU))
+    ended.wait(SECOND)
+    before = device.waited_ns
+    assert before > 0
+    ended.wait(SECOND)
+    assert device.waited_ns == before  # it had ended
+    futures = [device.submit(op("second", D2H)), device.submit(op("third", CPU, run=lambda: None))]
+    device.wait_any(futures, SECOND)
+    assert device.waited_ns > before
+    before = device.waited_ns
+    slow = device.submit(op("fourth", CPU, run=lambda: time.sleep(0.01)))
+    slow.wait(SECOND)
+    assert device.waited_ns >= before
+
+
 def test_a_smaller_card_is_emulated_by_bytes(opened):
     assert opened(FakeCuda(free=GIB)).memory("gpu").total == GIB
     device = opened(FakeCuda(free=GIB), gpu_memory_bytes=1 << 20)

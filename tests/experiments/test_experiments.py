@@ -53,6 +53,15 @@ SHRUNK = {
         "settings.total_tokens=512",
         "settings.rounds=2",
     ],
+    "ratio_cuda": [
+        "device=host",
+        "policy=gpu_only,sync_offload",
+        "settings.ratio=1",
+        "settings.gpu_requests=2",
+        "settings.prompt_tokens=20",
+        "settings.max_model_len=256",
+        "settings.window_s=0.05",
+    ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
 SIMULATED = (
