@@ -342,7 +342,7 @@ class Engine:
     def send_records(
         self, on_record: Callable[[RequestRecord], None], on_step: Callable[[StepRecord], None] | None = None
     ) -> None:
-        """From now on give records to these sinks (passes to nobody, if None) and keep none: memory stays flat."""
+        """From now on give records to these sinks (steps to nobody, if None) and keep none: memory stays flat."""
         self.on_record = on_record
         self.executor.on_step = on_step
 

@@ -30,8 +30,9 @@ from hybridattn.policies.planning import LayoutQuestion
 _PROGRAM = "from hybridattn.planning.planner_process import main; main()"
 
 
-class Planner:
-    """Answers the questions of an adaptive policy in a spawned process, which starts with the first question.
+class BackgroundPlanner:
+    """The ``Planner`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own, which
+    is spawned with the first question.
 
     Parameters
     ----------

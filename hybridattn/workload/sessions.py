@@ -29,7 +29,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Conversation:
     """The turns of one conversation or agent."""
 
     session_id: str
@@ -48,7 +48,7 @@ class Session:
         return sum(t.prompt_tokens + t.output_tokens for t in self.turns)
 
 
-def sessions_workload(sessions: list[Session], name: str = "sessions", concurrency: int | None = None) -> Workload:
+def sessions_workload(sessions: list[Conversation], name: str = "sessions", concurrency: int | None = None) -> Workload:
     """Sessions as items: each turn follows the end of the one before, after its pause."""
     items: list[WorkItem] = []
     for s in sorted(sessions, key=lambda s: s.start_ns):
@@ -87,7 +87,7 @@ def agent_sessions(
     generated = outputs.draw(rngs[3], count * turns).reshape(count, turns).tolist()
     pauses = np.rint(rngs[4].exponential(mean_pause_ns, (count, turns))).astype(np.int64).tolist()
     sessions = [
-        Session(
+        Conversation(
             f"session-{i}",
             starts[i],
             tuple(

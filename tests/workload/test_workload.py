@@ -12,7 +12,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, Poisson, synthetic
 from hybridattn.workload.item import Feed, WorkItem, Workload
 from hybridattn.workload.lengths import Fixed, LogNormal, Uniform
-from hybridattn.workload.sessions import Session, Turn, agent_sessions, sessions_workload
+from hybridattn.workload.sessions import Conversation, Turn, agent_sessions, sessions_workload
 
 SECOND = 1_000_000_000
 
@@ -109,8 +109,8 @@ def test_a_closed_loop_by_hand():
 
 
 def test_a_session_resumes_after_its_pause_with_its_history():
-    one = Session("a", 100, (Turn(50, 10), Turn(20, 5, pause_ns=300), Turn(1, 1, pause_ns=0)))
-    workload = sessions_workload([one, Session("b", 40, (Turn(7, 3),))])
+    one = Conversation("a", 100, (Turn(50, 10), Turn(20, 5, pause_ns=300), Turn(1, 1, pause_ns=0)))
+    workload = sessions_workload([one, Conversation("b", 40, (Turn(7, 3),))])
     assert [(i.session, i.history_tokens, i.after) for i in workload.items] == [
         ("b", 0, None), ("a", 0, None), ("a", 60, 1), ("a", 85, 2),
     ]  # fmt: skip
@@ -150,8 +150,8 @@ def test_agent_sessions_in_a_closed_loop_run_one_session_at_a_time():
         (lambda: Workload("w", (), concurrency=0), "concurrency must be at least 1, got 0"),
         (lambda: Workload("w", (WorkItem(0, 1, 1),)).take(0), "count must be at least 1, got 0"),
         (lambda: synthetic(0, AllAtOnce(), Fixed(1), Fixed(1)), "count must be at least 1, got 0"),
-        (lambda: Session("s", 0, ()), "session s has no turns"),
-        (lambda: Session("s", 0, (Turn(1, 1, 5),)), "its first turn has a pause of 5 ns"),
+        (lambda: Conversation("s", 0, ()), "session s has no turns"),
+        (lambda: Conversation("s", 0, (Turn(1, 1, 5),)), "its first turn has a pause of 5 ns"),
     ],
 )
 def test_bad_input_names_the_argument_and_the_number(make, message):
