@@ -31,7 +31,7 @@ _PROGRAM = "from hybridattn.planning.planner_process import main; main()"
 
 
 class BackgroundPlanner:
-    """The ``Planner`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own, which
+    """The ``Planner`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own. It
     is spawned with the first question.
 
     Parameters
