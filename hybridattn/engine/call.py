@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,9 +98,7 @@ class Call:
             except BaseException:
                 self._abort()  # all or nothing
                 raise
-            names = [r.request_id for r in self._requests]
-            self._let_go = weakref.finalize(self, engine.abandon, names)
-            self._let_go.atexit = False
+            self._let_go = engine.hold(self, [r.request_id for r in self._requests])
 
     def _add(self, ids: list[int], params: SamplingParams) -> Request:
         if params.seed is None and not params.greedy:
@@ -161,14 +158,14 @@ class Call:
 
     def _end(self) -> None:
         self.ended = True
-        self._let_go.detach()
+        self._let_go()
         self._on_end(self.outputs())
 
     def close(self) -> None:
         """Abort what is unfinished; there are no more pieces. Idempotent, also before the first piece."""
         if not self.ended:
             self.ended = True
-            self._let_go.detach()
+            self._let_go()
             self._abort()
             self._collect()
             self._pieces.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,13 +30,12 @@ class _AtWork:
     nobody waits for any more are ended at the beginning.
     """
 
-    __slots__ = ("_begin", "_depth", "_held", "driver")
+    __slots__ = ("_begin", "_depth", "_held")
 
     def __init__(self, held: bool, begin: Callable[[], None]) -> None:
         self._held = held  # what is simulated is not worth the time that this takes
         self._begin = begin
         self._depth = 0
-        self.driver = threading.get_ident()
 
     def __bool__(self) -> bool:
         return self._depth > 0
@@ -46,13 +45,22 @@ class _AtWork:
             interrupts_held.__enter__()
         self._depth += 1
         if self._depth == 1:
-            self.driver = threading.get_ident()
             self._begin()
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1
         if self._held:
             interrupts_held.__exit__()
+
+
+class _Holder(weakref.ref):
+    """Who waits for requests; when it goes away they are for nobody.
+
+    Its death is noted by C code alone (``deque.append``): Ctrl-C amid a finalizer in Python would be lost.
+    """
+
+    __slots__ = ("request_ids",)
+    request_ids: list[str]
 
 
 class Engine:
@@ -104,7 +112,8 @@ class Engine:
         self._quiet_steps: QuietSteps | None = None
         if isinstance(self.executor, FastExecutor):
             self._quiet_steps = QuietSteps(self.executor, self.scheduler, self.kv, self._queue)
-        self._abandoned: deque[str] = deque()
+        self._holders: set[_Holder] = set()
+        self._gone: deque[_Holder] = deque()
         self.at_work = _AtWork(device.kind != "simulated", self._end_abandoned)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -162,17 +171,20 @@ class Engine:
             for request_id in request_ids:
                 self._abort(request_id)
 
-    def abandon(self, request_ids: Sequence[str]) -> None:
-        """As ``abort``, for finalizers, which may be called at any moment and by any thread: the requests end at once
-        or, if the driver is amid something, with its next call."""
-        self._abandoned.extend(request_ids)
-        if not self.at_work and self.at_work.driver == threading.get_ident():
-            with self.at_work:  # which begins with them
-                pass
+    def hold(self, holder: object, request_ids: list[str]) -> Callable[[], None]:
+        """From now on ``holder`` waits for these requests: if it goes away, they are aborted with the next call.
+        Returns what ends that."""
+        ref = _Holder(holder, self._gone.append)
+        ref.request_ids = request_ids
+        self._holders.add(ref)
+        return partial(self._holders.discard, ref)
 
     def _end_abandoned(self) -> None:
-        while self._abandoned:
-            self._abort(self._abandoned.popleft())
+        while self._gone:
+            ref = self._gone.popleft()
+            self._holders.discard(ref)
+            for request_id in ref.request_ids:
+                self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -217,6 +229,10 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
+        """Requests that somebody waits for."""
+        if self._gone and not self.at_work:
+            with self.at_work:  # which begins with an end of those that nobody does
+                pass
         return len(self.scheduler.queues) + len(self._queue)
 
     @property
@@ -334,10 +350,11 @@ class Engine:
 
     def take_records(self) -> RunRecords:
         """Records of the requests that ended, and of the steps, since the last call (none that went to a sink)."""
-        taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), list(self.executor.steps))
-        self._ended_requests.clear()
-        self.executor.steps.clear()
-        return taken
+        with self.at_work:
+            taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), list(self.executor.steps))
+            self._ended_requests.clear()
+            self.executor.steps.clear()
+            return taken
 
     def send_records(
         self, on_record: Callable[[RequestRecord], None], on_step: Callable[[StepRecord], None] | None = None

@@ -173,36 +173,37 @@ def test_two_hundred_interrupts_at_random_moments(part, tmp_path, real_model):
 
 
 def test_after_an_interrupt_the_llm_goes_on_and_the_finished_answers_are_there(open_tiny, monkeypatch):
-    with open_tiny(gpu_kv_blocks=16, cpu_kv_blocks=16) as llm:
+    with open_tiny(gpu_kv_blocks=16, cpu_kv_blocks=16, cpu_fraction=0.0) as llm:
         want = llm.generate([[1, 2]])[0].token_ids
-        _interrupt_in_step(llm, monkeypatch, 120)
+        _interrupt_in_step(llm, monkeypatch, lambda: len(llm.engine._ended_requests) > 1)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2], [3]], [SamplingParams(), SamplingParams(max_tokens=300)])
         ready, cut = llm.interrupted
         assert (ready.finish_reason, ready.token_ids) == ("length", want)
-        assert cut.finish_reason == "abort" and 16 < len(cut.token_ids) < 300
+        assert cut.finish_reason == "abort" and len(cut.token_ids) < 300
         assert llm.engine.broken is None
         assert llm.generate([[1, 2]])[0].token_ids == want and llm.interrupted == []
         assert llm.free_blocks() == {"gpu": 16, "cpu": 16}
 
 
-def _interrupt_in_step(llm, monkeypatch, number, times=1):
-    """SIGINT amid a step, as often as said; the step is not over when it has been handled."""
-    begin, count = llm.stages.begin, iter(range(1, 10**6))
+def _interrupt_in_step(llm, monkeypatch, when, times=1):
+    """SIGINT amid the first step at which ``when`` holds, as often as said; the step is not over when it comes."""
+    step, left = llm.engine._step, [times]
 
-    def interrupted(batch):
-        begin(batch)
-        if next(count) == number:
-            for _ in range(times):
+    def interrupted():
+        if when():
+            while left[0]:
+                left[0] -= 1
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.001)
+        return step()
 
-    monkeypatch.setattr(llm.stages, "begin", interrupted)
+    monkeypatch.setattr(llm.engine, "_step", interrupted)
 
 
 def test_a_second_interrupt_cuts_the_step_short(open_tiny, monkeypatch):
     with open_tiny() as llm:
-        _interrupt_in_step(llm, monkeypatch, 3, times=2)
+        _interrupt_in_step(llm, monkeypatch, lambda: True, times=2)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2], [3]])
         assert {o.finish_reason for o in llm.interrupted} == {"error"}
@@ -216,7 +217,7 @@ def test_an_interrupt_that_a_hung_lane_holds_back_comes_through(open_tiny, monke
     monkeypatch.setattr(interrupts, "GRACE_S", 0.05)
     with open_tiny(device_options={"close_timeout_s": 0.5}) as llm:
         monkeypatch.setattr(llm.stages, "_linear", lambda *args: release.wait(60))
-        _interrupt_in_step(llm, monkeypatch, 1)
+        _interrupt_in_step(llm, monkeypatch, lambda: True)
         began = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2], [3]])
