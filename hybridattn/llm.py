@@ -28,7 +28,7 @@ from hybridattn.models.load import load
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.planning.choice import PolicyChoice
-from hybridattn.planning.planner import BackgroundPlanner
+from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
 
 _IMPATIENT_S = 1.0  # for lanes to end after a second Ctrl-C
@@ -127,7 +127,7 @@ class LLM:
         op_timeout_ns = _nanoseconds("op_timeout_s", op_timeout_s)
         self.interrupted: list[Output] = []
         self.device: Any = None
-        self.planner: BackgroundPlanner | None = None
+        self.planner: Planner | None = None
         try:
             with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
                 self.device = open_device(device, record=record, **(device_options or {}))

@@ -12,7 +12,7 @@ from hybridattn.core.params import NoEffectWarning
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.here import costs_here, profile_here
 from hybridattn.cost.profile import Profile
-from hybridattn.planning.planner import BackgroundPlanner
+from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import make_policy, policy_class
 
@@ -48,9 +48,7 @@ class PolicyChoice:
             warnings.warn(f"policy '{name}' reads no profile: it has no effect", NoEffectWarning, stacklevel=3)
         self._made = None if priced else make_policy(policy, **options)
 
-    def make(
-        self, shape: ModelShape, dtype: str, kv_dtype: str, fingerprint: str
-    ) -> tuple[Policy, BackgroundPlanner | None]:
+    def make(self, shape: ModelShape, dtype: str, kv_dtype: str, fingerprint: str) -> tuple[Policy, Planner | None]:
         """The policy, and what plans for it, which the caller closes."""
         if self._profile is None:
             assert self._made is not None
@@ -61,7 +59,7 @@ class PolicyChoice:
             raise InputError(f"policy '{self._policy}' decides by a cost model, and {error}") from error
         if not self._plans:
             return make_policy(self._policy, costs, **self._options), None
-        planner = BackgroundPlanner(self._profile, shape, dtype)
+        planner = Planner(self._profile, shape, dtype)
         try:
             return make_policy(self._policy, costs, planner, **self._options), planner
         except BaseException:

@@ -30,8 +30,8 @@ from hybridattn.policies.planning import LayoutQuestion
 _PROGRAM = "from hybridattn.planning.planner_process import main; main()"
 
 
-class BackgroundPlanner:
-    """The ``Planner`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own. It
+class Planner:
+    """The ``AsyncChooser`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own. It
     is spawned with the first question.
 
     Parameters

@@ -1,6 +1,6 @@
 """The process that plans: reads questions from its input, writes answers to its output, ends with either.
 
-Started by ``hybridattn.planning.planner.BackgroundPlanner`` as a program of its own, so that nothing of the user's is
+Started by ``hybridattn.planning.planner.Planner`` as a program of its own, so that nothing of the user's is
 imported again, and torch never.
 """
 

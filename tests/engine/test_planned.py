@@ -27,7 +27,7 @@ from hybridattn.cost.profile import save_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.models.load import load
 from hybridattn.planning import planner as planner_module
-from hybridattn.planning.planner import BackgroundPlanner
+from hybridattn.planning.planner import Planner
 from hybridattn.planning.predict import by_simulation, open_priced
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.fixed import AsyncOverlap
@@ -155,7 +155,7 @@ def test_the_answer_is_that_of_the_policy_itself(profile):
     found = first.answer(costs, predict)
     assert found == Adaptive(costs, predict).choose(Load(4, 8, 64), costs.corrected(1.1))
     second = replace(first, limits=Limits(gpu=1.01), discount=((found[0], 0.5),))
-    planner = BackgroundPlanner(profile, shape, "fp32")
+    planner = Planner(profile, shape, "fp32")
     try:
         for question in (first, second):
             planner.ask(question)
@@ -245,7 +245,7 @@ def test_a_process_that_cannot_start_is_a_failure_and_no_more(profile, plain, mo
 
 
 def test_a_question_that_cannot_be_answered_says_why(profile):
-    planner = BackgroundPlanner(profile, TINY.config.shape, "fp32")
+    planner = Planner(profile, TINY.config.shape, "fp32")
     try:
         planner.ask(replace(FIRST, cpu_factor=-1.0))
         with pytest.warns(RuntimeWarning, match="planning has stopped.*InputError: factor must be positive, got -1.0"):
