@@ -31,8 +31,7 @@ _PROGRAM = "from hybridattn.planning.planner_process import main; main()"
 
 
 class Planner:
-    """The ``AsyncChooser`` of a policy (``hybridattn.policies.planning``) whose answers come from a process of its own. It
-    is spawned with the first question.
+    """Answers the questions of an adaptive policy in a spawned process, which starts with the first question.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The process that plans: reads questions from its input, writes answers to its output, ends with either.
 
-Started by ``hybridattn.planning.planner.Planner`` as a program of its own, so that nothing of the user's is
-imported again, and torch never.
+Started by ``hybridattn.planning.planner.Planner`` as a program of its own, so that nothing of the user's is imported
+again, and torch never.
 """
 
 from __future__ import annotations
