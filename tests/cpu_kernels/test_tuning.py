@@ -48,7 +48,13 @@ def test_what_is_chosen_is_compiled(problem: Any) -> None:
 
 @pytest.mark.parametrize(
     ("vendor", "family", "model", "page"),
-    [("AuthenticAMD", 25, 17, 32), ("AuthenticAMD", 26, 2, 128), ("GenuineIntel", 6, 151, 32), ("", 0, 0, 32)],
+    [
+        ("AuthenticAMD", 25, 17, 32),
+        ("AuthenticAMD", 26, 2, 128),
+        ("GenuineIntel", 6, 173, 128),
+        ("GenuineIntel", 6, 151, 32),
+        ("", 0, 0, 32),
+    ],
 )
 def test_the_table_goes_by_vendor_and_family(vendor: str, family: int, model: int, page: int) -> None:
     who = tuning.processor(CPUINFO.format(vendor, family, model))
