@@ -41,6 +41,6 @@ class PointSweeper(Sweeper):
         """Runs every point of ``arguments`` and of the experiment file's axes that has no good row yet."""
         from experiments.sweep import Sweep  # other apps of this environment only look at this module
 
-        return Sweep(self.hydra_context, self.task_function, self.config, self.params, self.max_batch_size).run(
-            arguments
-        )
+        context, config = self.hydra_context, self.config
+        assert context is not None and config is not None
+        return Sweep(context, self.task_function, config, self.params, self.max_batch_size).run(arguments)
