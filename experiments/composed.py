@@ -40,11 +40,14 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def check_chosen(config: DictConfig) -> None:
-    """There is an experiment, and something that runs it."""
+    """There is an experiment, and something that can be imported and runs it."""
     if not config.name:
         raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
     if not config.point and not config.runner:
         raise InputError(f"experiment {config.name} says neither which runner nor which point to run")
+    for what in ("runner", "point"):
+        if config[what]:
+            find(config[what], what)
 
 
 def check(config: DictConfig) -> None:
