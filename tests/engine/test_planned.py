@@ -285,7 +285,9 @@ def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
 @pytest.fixture
 def at_home(tmp_path, monkeypatch):
     """An empty home folder."""
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
