@@ -160,7 +160,8 @@ def search(seconds: float = 20.0, report: Report = print, pool: WorkerPool | Non
         slowest = 0.0
         for step in steps(bench.level):
             begin = time.monotonic()
-            if begin + slowest * 1.2 > limit:
+            size = len(step.groups) * (1 + len(step.values))
+            if begin + slowest * size > limit:
                 say(f"{step.name}: not tried, {seconds:g} s are over")
                 continue
             candidates = [best] + [
@@ -172,7 +173,7 @@ def search(seconds: float = 20.0, report: Report = print, pool: WorkerPool | Non
             if speeds[top] >= GAIN:
                 best = candidates[top]
             took = time.monotonic() - begin
-            slowest = max(slowest, took)
+            slowest = max(slowest, took / size)  # seconds a candidate and group, compilation included
             say(f"{step.name} at groups {step.groups}: {tried}; kept {getattr(best, step.name)} ({took:.1f} s)")
     finally:
         if own is not None:
