@@ -72,8 +72,8 @@ TABLES: tuple[tuple[str, int, range, Tuning], ...] = (
     ("AuthenticAMD", 25, range(0, 256), TABLE),  # Zen 3 and 4
     ("AuthenticAMD", 26, range(0, 256), Tuning(page_size=128)),  # Zen 5: pages of 128 gave 1.24 times those of 32
     # Sapphire, Emerald and Granite Rapids: with tiles, pages of 128 gave shares of 0.90 and 0.87 of the read loop at
-    # groups 4 and 8, those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line (on a
-    # guest that names another model; docs/performance.md).
+    # groups 4 and 8, those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line
+    # (on a guest that names another model; docs/performance.md).
     ("GenuineIntel", 6, range(143, 144), Tuning(fetch_tiles=256, page_size=128)),
     ("GenuineIntel", 6, range(207, 208), Tuning(fetch_tiles=256, page_size=128)),
     ("GenuineIntel", 6, range(173, 175), Tuning(fetch_tiles=256, page_size=128)),
