@@ -137,15 +137,23 @@ def _choose(logits: torch.Tensor, row: SampleRow, index: int) -> int | RowFault:
     values = logits.detach().cpu().numpy().astype(np.float64)  # by NumPy: torch would wake its thread pool for it
     _penalise(values, row)
     top = values.max()
-    if not math.isfinite(top):
-        return RowFault(index, f"have the maximum {top} after {_penalties(row.params)}, expected a finite number")
     values[[i for i in row.blocked if i < len(values)]] = -math.inf
-    top = values.max()
-    if top == -math.inf:
-        return RowFault(index, f"leave no token that is allowed: {len(row.blocked)} ids are blocked until min_tokens")
-    if row.params.greedy:
-        return int(values.argmax())
-    return _draw(values, row, top)
+    allowed = values.max()
+    reason = why_no_token(row, top, allowed)
+    if reason is not None:
+        return RowFault(index, reason)
+    return int(values.argmax()) if row.params.greedy else _draw(values, row, allowed)
+
+
+def why_no_token(row: SampleRow, top: float, allowed: float) -> str | None:
+    """Why a row has no token, by its largest logit after penalties and the largest one that is not blocked; None where
+    it has one."""
+    if not math.isfinite(top):
+        after = f" after {_penalties(row.params)}" if row.params.penalised else ""
+        return f"have the maximum {top}{after}, expected a finite number"
+    if allowed == -math.inf:
+        return f"leave no token that is allowed: {len(row.blocked)} ids are blocked until min_tokens"
+    return None
 
 
 def _penalties(p: SamplingParams) -> str:
