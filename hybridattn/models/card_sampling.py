@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridattn.models.sampling import RowFault, SampleRow, first_maximum, uniform, why_no_token
+from hybridattn.core.stages import RowFault
+from hybridattn.models.sampling import SampleRow, first_maximum, uniform, why_no_token
 
 Place = Callable[[np.ndarray], torch.Tensor]
 NONE = -torch.inf
+AT_ONCE = 32  # rows: what a choice needs beside the logits is 14 numbers of 8 bytes or fewer for each of theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,22 @@ def choose(logits: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> Cho
     if all(row.plain for row in rows):
         ids, top = first_maximum(logits)
         return Chosen(ids, top.double(), top.double())
+    parts = [slice(i, i + AT_ONCE) for i in range(0, len(rows), AT_ONCE)]
+    found = [_choose(logits[part], rows[part], place) for part in parts]
+    return Chosen(*(torch.cat([getattr(c, name) for c in found]) for name in ("ids", "top", "allowed")))
+
+
+def working_bytes(num_rows: int, vocab_size: int) -> int:
+    """What ``choose`` holds at a time beside the logits, at most."""
+    return min(num_rows, AT_ONCE) * vocab_size * 14 * 8
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> Chosen:
     values = logits.double()
     _penalise(values, rows, place)
     top = values.amax(dim=1)
     _block(values, rows, place)
-    ids, _ = first_maximum(values)
+    ids = first_maximum(values)[0]
     allowed = values.amax(dim=1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:

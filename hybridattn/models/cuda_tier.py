@@ -15,17 +15,18 @@ from hybridattn.core.config import EngineConfig
 from hybridattn.core.deferred import Deferred
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU
-from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, RowFault
+from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.cpu_blocks import Blocks, runs_of
 from hybridattn.kv.cuda_pages import SCALED, TORCH_DTYPES, CudaPages, page_bytes
+from hybridattn.models.card_sampling import choose, tokens_of, working_bytes
 from hybridattn.models.cuda_rows import CudaRows, Staging
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.fused_decoder import FusedDecoder
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
-from hybridattn.models.gpu_tier import Draw, Tensors
+from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import LoadedModel
-from hybridattn.models.sampling import SampleRow, first_maximum, token_or_fault
+from hybridattn.models.sampling import SampleRow
 
 
 class CudaTier:
@@ -118,7 +119,7 @@ class CudaTier:
         qkv = (s.num_q_heads + 2 * s.num_kv_heads) * s.head_dim
         row = 4 * s.hidden_size + 3 * s.intermediate_size + 2 * qkv + 2 * s.num_q_heads * s.head_dim
         logits = s.vocab_size * (size + 4 + 8)  # in the weights' dtype, in float32, and the search for the largest
-        return rows * row * size + sampled * logits
+        return rows * row * size + sampled * logits + working_bytes(sampled, s.vocab_size)
 
     @property
     def why_eager(self) -> str | None:
@@ -143,22 +144,11 @@ class CudaTier:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._graphs.between(layer, outs, xs, positions)
 
-    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Draw) -> Deferred:
-        """The likeliest tokens are found on the card; only the logits of rows that need more go down."""
-        best, top = (_read_back(t) for t in first_maximum(logits))
-        others = [i for i, row in enumerate(rows) if not row.plain]
-        # no indexing by a list: it would copy the list up and wait for the stream
-        rest = _read_back(torch.stack([logits[i] for i in others])) if others else None
-
-        def finish() -> list[int | RowFault]:
-            pairs = zip(best.tolist(), top.tolist(), strict=True)
-            tokens = [token_or_fault(i, token, value) for i, (token, value) in enumerate(pairs)]
-            if rest is not None:
-                for i, token in zip(others, sample(rest, [rows[i] for i in others]), strict=True):
-                    tokens[i] = token
-            return tokens
-
-        return Deferred(finish)
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Deferred:
+        """Chosen on the card: an id and two numbers of each row go down, no logit does."""
+        chosen = choose(logits, rows, self.place)
+        ids, top, allowed = (_read_back(t) for t in (chosen.ids, chosen.top, chosen.allowed))
+        return Deferred(lambda: tokens_of(ids.tolist(), top.tolist(), allowed.tolist(), rows))
 
     def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
         num_pages = -(-count // self._page_size)

@@ -17,7 +17,7 @@ from cpu_kernels import KVPages
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.errors import InputError
-from hybridattn.core.stages import Batch, RowFault
+from hybridattn.core.stages import Batch
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
@@ -26,7 +26,6 @@ from hybridattn.models.sampling import SampleRow
 
 TIER_CLASSES = {"host": "hybridattn.models.host_tier:HostTier", "cuda": "hybridattn.models.cuda_tier:CudaTier"}
 Tensors = Sequence[torch.Tensor]
-Draw = Callable[[torch.Tensor, Sequence[SampleRow]], list[int | RowFault]]
 
 
 class GpuTier(Protocol):
@@ -60,8 +59,8 @@ class GpuTier(Protocol):
         """
         ...
 
-    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Draw) -> Any:
-        """A token id or a fault for each row by ``sample``, or a ``Deferred`` of them."""
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Any:
+        """A token id or a fault for each row, or a ``Deferred`` of them."""
         ...
 
     def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:

@@ -16,10 +16,10 @@ from hybridattn.models.config import DecoderConfig
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
-from hybridattn.models.gpu_tier import Draw, Tensors
+from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.prefill import causal_attention
-from hybridattn.models.sampling import SampleRow
+from hybridattn.models.sampling import SampleRow, sample_each
 
 
 class HostTier:
@@ -60,8 +60,8 @@ class HostTier:
         x = self.decoder.post_attention(layer, torch.cat(list(outs)), torch.cat(list(xs)))
         return x, *self.decoder.pre_attention(layer + 1, x, torch.cat(list(positions)))
 
-    def sampled(self, logits: torch.Tensor, rows: list[SampleRow], sample: Draw) -> list[int | RowFault]:
-        return sample(logits, rows)
+    def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int | RowFault]:
+        return sample_each(logits, rows)
 
     def load_kv(self, layer: int, blocks: np.ndarray, count: int) -> Callable[[], None]:
         pages, staging = self.cpu_pages, self._staging

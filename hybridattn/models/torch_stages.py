@@ -24,7 +24,7 @@ from hybridattn.kv.tables import block_table, slots
 from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.gpu_tier import open_tier
 from hybridattn.models.load import LoadedModel
-from hybridattn.models.sampling import SampleRow, sample_each
+from hybridattn.models.sampling import SampleRow
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -176,7 +176,7 @@ class TorchStages:
         wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
         if rows is not None:
             wanted = torch.cat([rows.sampled, wanted])
-        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows, sample_each) if sample_rows else []
+        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
 
     def _before_post(
         self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridattn.core.params import SamplingParams
+from hybridattn.models import card_sampling
 from hybridattn.models.card_sampling import choose, tokens_of
 from hybridattn.models.sampling import SampleRow, sample_each
 
@@ -70,6 +71,16 @@ def test_a_row_without_a_token_says_why_and_its_neighbours_have_theirs():
     found = on_card(logits, rows)
     assert [str(f) for f in found] == [str(f) for f in sample_each(logits, rows)]
     assert [isinstance(f, int) for f in found] == [True, True, False, False, False, False]
+
+
+def test_many_rows_are_chosen_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(card_sampling, "AT_ONCE", 3)
+    rows = [SampleRow(SamplingParams(temperature=1.0, top_k=i), i, i) for i in range(7)] + [
+        SampleRow(SamplingParams(min_tokens=1), 1, 0, blocked=tuple(range(V)))
+    ]
+    logits = torch.randn(8, V, generator=torch.Generator().manual_seed(2))
+    found, want = on_card(logits, rows), sample_each(logits, rows)
+    assert found[:7] == want[:7] and str(found[7]) == str(want[7])  # the fault names its row among all
 
 
 def test_rows_that_take_the_likeliest_token_cost_no_search():

@@ -95,6 +95,18 @@ def test_tokens_equal_the_hosts(model, quiet, policy, graphs):
     assert tokens == quiet
 
 
+def test_no_logits_are_read_back(model, monkeypatch):
+    """Sampled rows too: what goes down are an id and two numbers for each."""
+    params = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.2, "min_tokens": 2}
+    want, _ = answers(HostDevice(), model, GpuOnly(), **params)
+    sizes, read_back = [], cuda_tier._read_back
+    monkeypatch.setattr(cuda_tier, "_read_back", lambda t: sizes.append(tuple(t.shape)) or read_back(t))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: pytest.fail("a tensor went down on its own"))
+    device = CudaDevice(runtime=FakeCuda(1))
+    assert answers(device, model, AsyncOverlap(0.5, max_micro_batches=2), **params)[0] == want
+    assert sizes and all(len(shape) == 1 and shape[0] <= CONFIG.max_num_seqs for shape in sizes)
+
+
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(sorted(POLICIES)),
