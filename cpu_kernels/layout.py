@@ -99,19 +99,6 @@ class Layout:
         """Bytes of the minima and maxima of K's dims, of `plain_bounds`."""
         return 8 * self.head_dim if self.order == "plain_bounds" else 0
 
-    def k_offset(self, position: int, dim: int) -> int:
-        """Byte offset of one K element inside the block."""
-        n, size = self.per_lane, self.element_bytes
-        tile, lane = divmod(position, LANES)
-        return (((tile * (self.head_dim // n) + dim // n) * LANES + lane) * n + dim % n) * size
-
-    def v_offset(self, position: int, dim: int) -> int:
-        """Byte offset of one V element inside the block."""
-        n, rows = self.per_lane, self.page_size // self.per_lane
-        chunk, lane = divmod(dim, LANES)
-        line = chunk * rows + position // n
-        return self.k_bytes + ((line * LANES + lane) * n + position % n) * self.element_bytes
-
 
 def pack_k(plain: np.ndarray, layout: Layout) -> np.ndarray:
     """Reorder ``[..., page_size, head_dim]`` stored elements of K to the block's order, flat in the last axis."""

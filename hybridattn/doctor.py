@@ -12,8 +12,8 @@ from typing import Any
 from cpu_kernels import backends, isa, topology
 from hybridattn.core.provenance import git_commit
 from hybridattn.devices.cores import plan_cores
+from hybridattn.devices.cuda_presence import why_no_cuda
 from hybridattn.devices.fingerprint import fingerprint
-from hybridattn.devices.registry import why_no_cuda
 from hybridattn.problems import problems
 
 _NO_TORCH = "no: torch is not installed"

@@ -31,7 +31,7 @@ from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import violations
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.devices.registry import why_no_cuda
+from hybridattn.devices.cuda_presence import why_no_cuda
 from hybridattn.metrics.overlap import summarize_overlap
 from hybridattn.models.load import load
 

@@ -9,7 +9,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import capacity_gain_bound
-from hybridattn.cost.gains import STRATEGIES, VIEWS, Layout, predict
+from hybridattn.cost.gains import OUTLOOKS, STRATEGIES, PricedLoad, predict
 from hybridattn.cost.machine import machine
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.stages_cost import ModelCost
@@ -23,7 +23,7 @@ GB, GIB = 10**9, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A predicted gain over GPU-only: with things going badly, as stated, and well (``gains.VIEWS``)."""
+    """A predicted gain over GPU-only: with things going badly, as stated, and well (``gains.OUTLOOKS``)."""
 
     low: float
     nominal: float
@@ -120,7 +120,7 @@ def plan(
     fits = gpu_kv >= 0
     gpu_rows = min(concurrency, gpu_kv // per_request) if fits else 0
     cpu_rows = min(concurrency - gpu_rows, cpu_kv // per_request) if fits else 0
-    layout = Layout(Costs(cost, pricing), gpu_rows, cpu_rows, context)
+    load = PricedLoad(Costs(cost, pricing), gpu_rows, cpu_rows, context)
     return Plan(
         machine=pricing.name,
         model=shape.name,
@@ -135,32 +135,34 @@ def plan(
         gpu_requests=gpu_rows,
         cpu_requests=cpu_rows,
         waiting_requests=concurrency - gpu_rows - cpu_rows,
-        verdict=judge(layout, fits, concurrency),
+        verdict=judge(load, fits, concurrency),
     )
 
 
-def judge(layout: Layout, weights_fit: bool, concurrency: int) -> Verdict:
-    """What follows from a layout."""
+def judge(load: PricedLoad, weights_fit: bool, concurrency: int) -> Verdict:
+    """What follows from a load."""
     if not weights_fit:
         reason = "the weights alone exceed the GPU's memory: use more GPUs, a smaller dtype, or a smaller model"
         return Verdict("capacity", reason, "none", warnings=("this machine cannot run the model",))
-    if not layout.gpu_rows and not layout.cpu_rows:
+    if not load.gpu_rows and not load.cpu_rows:
         reason = "no request of this context fits on either tier"
         return Verdict("capacity", reason, "none", warnings=("shorten the context or add memory",))
-    bottleneck, reason = _bottleneck(layout, concurrency)
-    views = {v.name: predict(layout, v) for v in VIEWS}
-    nominal = views["nominal"]
-    if not layout.cpu_rows:
+    bottleneck, reason = _bottleneck(load, concurrency)
+    by_outlook = {v.name: predict(load, v) for v in OUTLOOKS}
+    nominal = by_outlook["nominal"]
+    if not load.cpu_rows:
         rates = {"gpu_only": nominal["gpu_only"]}
-        warnings = () if layout.gpu_rows == concurrency else ("no room on the CPU tier: requests will wait",)
-        return Verdict(bottleneck, reason, "gpu_only", rates, {}, _capacity_bound(layout), warnings)
-    names = STRATEGIES if layout.gpu_rows else ("sync_offload", "asymmetric")
+        warnings = () if load.gpu_rows == concurrency else ("no room on the CPU tier: requests will wait",)
+        return Verdict(bottleneck, reason, "gpu_only", rates, {}, _capacity_bound(load), warnings)
+    names = STRATEGIES if load.gpu_rows else ("sync_offload", "asymmetric")
     best = max(names, key=lambda n: nominal[n])
     rates = {n: nominal[n] for n in (*names, "bound")}
-    if not layout.gpu_rows:
+    if not load.gpu_rows:
         text = "no request fits on the GPU tier: only the CPU tier can hold one"
         return Verdict(bottleneck, reason, best, rates, warnings=(text,))
-    gains = {n: Range(*(views[v.name][n] / nominal["gpu_only"] for v in VIEWS)) for n in rates if n != "gpu_only"}
+    gains = {
+        n: Range(*(found[n] / nominal["gpu_only"] for found in by_outlook.values())) for n in rates if n != "gpu_only"
+    }
     winner = best if best != "gpu_only" and gains[best].nominal >= WORTH_IT else "gpu_only"
     return Verdict(bottleneck, reason, winner, rates, gains, warnings=_warnings(winner, gains))
 
@@ -176,30 +178,30 @@ def _warnings(winner: str, gains: Mapping[str, Range]) -> tuple[str, ...]:
     return ()
 
 
-def _capacity_bound(layout: Layout) -> float:
+def _capacity_bound(load: PricedLoad) -> float:
     """Section 1 of ``docs/crossover.md``: what CPU help could add at most when all KV fits."""
-    gpu_token_ns = layout.attention_ns / layout.gpu_rows
-    x = layout.attention_ns / layout.linear_ns(layout.gpu_rows)
-    return capacity_gain_bound(x, layout.cpu_token_ns / gpu_token_ns)
+    gpu_token_ns = load.attention_ns / load.gpu_rows
+    x = load.attention_ns / load.costs.step_linear_ns(load.gpu_rows)
+    return capacity_gain_bound(x, load.cpu_token_ns / gpu_token_ns)
 
 
-def _bottleneck(layout: Layout, concurrency: int) -> tuple[str, str]:
+def _bottleneck(load: PricedLoad, concurrency: int) -> tuple[str, str]:
     """Compute, memory bandwidth, capacity or copy, with the reason in numbers."""
-    rows = max(layout.gpu_rows, 1)
-    one, many = layout.costs.linear_ns(1), layout.costs.linear_ns(rows)
-    if layout.cpu_rows and layout.copy_token_ns > layout.cpu_token_ns:
+    rows = max(load.gpu_rows, 1)
+    one, many = load.costs.linear_ns(1), load.costs.linear_ns(rows)
+    if load.cpu_rows and load.copy_token_ns > load.cpu_token_ns:
         return "copy", (
-            f"the link needs {layout.copy_token_ns / 1e3:.0f} us for a CPU token's q, k, v and output, its attention "
-            f"{layout.cpu_token_ns / 1e3:.0f} us"
+            f"the link needs {load.copy_token_ns / 1e3:.0f} us for a CPU token's q, k, v and output, its attention "
+            f"{load.cpu_token_ns / 1e3:.0f} us"
         )
     if many > 1.5 * one:
         return "compute", f"{rows} rows take {many / one:.1f} times the linear time of one"
-    if layout.gpu_rows < concurrency:
+    if load.gpu_rows < concurrency:
         return "capacity", (
-            f"KV of {layout.gpu_rows} of {concurrency} requests fits on the GPU, whose linear stages would take hardly "
+            f"KV of {load.gpu_rows} of {concurrency} requests fits on the GPU, whose linear stages would take hardly "
             f"longer for more"
         )
-    share = layout.attention_ns / layout.step_ns
+    share = load.attention_ns / load.step_ns
     return "memory bandwidth", f"weights and KV are read for few rows ({share:.0%} of the step is attention)"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
@@ -43,11 +42,6 @@ class TierMemory:
     @property
     def used_fraction(self) -> float | None:
         return self.used / self.total if self.total else None
-
-
-def tier_memory(tier: str, total: int, parts: Mapping[str, int]) -> TierMemory:
-    """A ``TierMemory`` from a mapping of purposes to bytes."""
-    return TierMemory(tier, total, tuple(parts.items()))
 
 
 def relative_error(reported: int, real: int) -> float:

@@ -93,16 +93,6 @@ def steady_window(records: Sequence[RequestRecord], low: float = 0.3, high: floa
     return Window(start_ns, ends[last - 1]) if ends[last - 1] > start_ns else None
 
 
-def after_warmup(records: Sequence[RequestRecord], warmup_ns: int) -> Window | None:
-    """The run without its first ``warmup_ns``; ``None`` when nothing is left."""
-    window = whole_run(records)
-    if warmup_ns < 0:
-        raise InputError(f"warmup_ns must not be negative, got {warmup_ns}")
-    if window is None or window.duration_ns <= warmup_ns:
-        return None
-    return Window(window.start_ns + warmup_ns, window.end_ns)
-
-
 def inside(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
     """The requests that arrived and ended within the window; an arrival exactly at its start is inside."""
     return [r for r in records if window.start_ns <= r.arrival_ns and r.end_ns <= window.end_ns]

@@ -10,7 +10,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import eq6_threshold, overlap_gain
-from hybridattn.cost.gains import STRATEGIES, VIEWS, Layout, View, predict
+from hybridattn.cost.gains import OUTLOOKS, STRATEGIES, Outlook, PricedLoad, predict
 from hybridattn.cost.machine import machine
 from hybridattn.cost.planning import WORTH_IT, plan
 from hybridattn.cost.pricing import Constant, Pricing
@@ -88,8 +88,8 @@ def ideal(linear_ns, gpu_attention_ns, cpu_attention_ns):
     return Pricing("ideal", "ideal", models)
 
 
-class NoCopies(Layout):
-    """A layout whose copies take (almost) no time: the ideal machine."""
+class NoCopies(PricedLoad):
+    """A load whose copies take (almost) no time: the ideal machine."""
 
     copy_token_ns = 1e-9
 
@@ -98,19 +98,19 @@ def test_predictions_become_the_closed_forms_on_an_ideal_machine():
     # 32 layers; constants per op. first() and last() each cost a GEMM, so that T_l is 33 ops instead of 32.
     x, rows, cost = 0.5, 64, ModelCost(shape("llama3.1-8b"), "fp16")
     t_l, t_a = 33 * 1_000_000, 32 * round(33 / 32 * x * 1_000_000)
-    calm = View("calm", 1.0, 0)
+    calm = Outlook("calm", 1.0, 0)
     for r in (eq6_threshold(x) * 0.8, eq6_threshold(x) * 1.25):
         n_g = rows / t_a
         cpu_op_ns = round(64 / (n_g / r) / 32)  # the CPU's time for a micro-batch of 64 at one layer
-        layout = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, cpu_op_ns)), rows, 10_000, 1000)
-        found = predict(layout, calm)
+        load = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, cpu_op_ns)), rows, 10_000, 1000)
+        found = predict(load, calm)
         assert (found["asymmetric"] > found["gpu_only"]) == (r < eq6_threshold(x))
         assert found["gpu_only"] == pytest.approx(rows / (t_l + t_a) * 1e9)
     # One-layer overlap while the CPU keeps up: d = 0.25 exposed, eight and nine times as many CPU rows.
     d_ns = round(0.25 * (t_l + t_a) / 32)
     for ratio in (6, 8, 9, 12):
-        layout = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, 1000)), rows, rows * ratio, 1000)
-        found = predict(layout, View("exposed", 1.0, d_ns))
+        load = NoCopies(Costs(cost, ideal(1_000_000, t_a // 32, 1000)), rows, rows * ratio, 1000)
+        found = predict(load, Outlook("exposed", 1.0, d_ns))
         gain = found["async_overlap"] / found["gpu_only"]
         assert gain == pytest.approx(overlap_gain(ratio, 0.25, 32), rel=1e-3)
         assert (gain > 1) == (ratio > 8.25)
@@ -124,8 +124,8 @@ def test_predictions_become_the_closed_forms_on_an_ideal_machine():
     context=st.integers(1, 8000),
 )
 def test_no_prediction_exceeds_the_bound_and_better_machines_are_not_slower(parts, gpu_rows, cpu_rows, context):
-    layout = Layout(Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine(*parts)), gpu_rows, cpu_rows, context)
-    low, nominal, high = (predict(layout, v) for v in VIEWS)
+    load = PricedLoad(Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine(*parts)), gpu_rows, cpu_rows, context)
+    low, nominal, high = (predict(load, v) for v in OUTLOOKS)
     for name in STRATEGIES:
         assert 0 <= nominal[name] <= nominal["bound"] * (1 + 1e-9)
         assert nominal[name] <= high[name] * (1 + 1e-9)

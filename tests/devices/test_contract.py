@@ -17,8 +17,9 @@ from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES, SKIPPED, WAITED, Op, W
 from hybridattn.core.trace import violations
 from hybridattn.devices.cores import CorePlan
 from hybridattn.devices.cuda import CudaDevice
+from hybridattn.devices.cuda_presence import why_no_cuda
 from hybridattn.devices.host import HostDevice
-from hybridattn.devices.registry import open_device, why_no_cuda
+from hybridattn.devices.registry import open_device
 from hybridattn.devices.sim import SimDevice
 
 MS = 1_000_000
@@ -285,7 +286,7 @@ def test_the_clock_of_the_simulator_is_virtual(device):
 
 
 def test_choosing_a_device_fails_loudly():
-    with pytest.raises(InputError, match="device 'tpu' is unknown; choose one of host, cuda, sim, emulated"):
+    with pytest.raises(InputError, match="device 'tpu' is unknown; choose one of host, cuda, sim"):
         open_device("tpu")
     with pytest.raises(InputError, match="device 'sim' computes no text"):
         open_device("sim")

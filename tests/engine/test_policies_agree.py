@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridattn import LLM, SamplingParams
-from hybridattn.devices.registry import why_no_cuda
+from hybridattn.devices.cuda_presence import why_no_cuda
 
 CASES = (
     ("gpu_only", None),

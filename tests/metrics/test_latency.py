@@ -21,7 +21,6 @@ from hybridattn.metrics.latency import (
 )
 from hybridattn.metrics.throughput import (
     Window,
-    after_warmup,
     goodput,
     inside,
     steady_window,
@@ -127,12 +126,9 @@ def test_steady_window_leaves_out_burst_and_tail():
         steady_window(records, 0.7, 0.3)
 
 
-def test_warmup_and_dropping_the_first_quarter():
+def test_dropping_the_first_quarter_and_what_lies_inside_a_window():
     records = [request(str(i), 100 * i, (100 * i + 50,)) for i in range(8)]
-    window = after_warmup(records, 200)
-    assert window == Window(200, 750)
-    assert [r.request_id for r in inside(records, window)] == list("234567")
-    assert after_warmup(records, 750) is None
+    assert [r.request_id for r in inside(records, Window(200, 750))] == list("234567")
     assert [r.request_id for r in without_first(records[::-1], 0.25)] == list("234567")
 
 

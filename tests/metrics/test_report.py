@@ -13,7 +13,7 @@ from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.trace import Trace
 from hybridattn.metrics.latency import Slo
-from hybridattn.metrics.memory import kv_bytes, relative_error, tier_memory
+from hybridattn.metrics.memory import TierMemory, kv_bytes, relative_error
 from hybridattn.metrics.report import RunMetrics, run_metrics
 from hybridattn.metrics.throughput import Window
 
@@ -56,7 +56,8 @@ def test_the_worked_example_of_the_document():
 
 
 def test_a_row_is_plain_named_with_units_and_has_provenance():
-    row = run_metrics(*worked_example(), memory=[tier_memory("gpu", 100, {"kv": 40, "weights": 50})]).as_row()
+    memory = TierMemory("gpu", 100, (("kv", 40), ("weights", 50)))
+    row = run_metrics(*worked_example(), memory=[memory]).as_row()
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert (row["device"], row["kind"], row["profile"], row["commit"]) == ("sim", "simulated", "profile-1", "abc1234")
     assert row["memory_gpu_used_bytes"] == 90
@@ -91,13 +92,13 @@ def test_kind_must_be_known():
 
 def test_memory_of_a_tier():
     assert kv_bytes(LLAMA_8B, "bf16", 10, 32) == 10 * 32 * 131_072
-    tier = tier_memory("cpu", 1000, {"kv": 250})
+    tier = TierMemory("cpu", 1000, (("kv", 250),))
     assert (tier.used, tier.free, tier.used_fraction) == (250, 750, 0.25)
     assert relative_error(95, 100) == pytest.approx(0.05)
     with pytest.raises(InputError, match="tier cpu: 1001 bytes are booked of 1000"):
-        tier_memory("cpu", 1000, {"kv": 1001})
+        TierMemory("cpu", 1000, (("kv", 1001),))
     with pytest.raises(InputError, match="tier cpu: kv has -1 bytes"):
-        tier_memory("cpu", 1000, {"kv": -1})
+        TierMemory("cpu", 1000, (("kv", -1),))
     with pytest.raises(InputError, match="num_blocks must not be negative, got -2"):
         kv_bytes(LLAMA_8B, "bf16", -2, 32)
     with pytest.raises(InputError, match="real must be positive"):
