@@ -19,11 +19,10 @@ from hybridattn.policies.delegate import Delegate
 from hybridattn.policies.guard import Guard
 from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
 from hybridattn.policies.load import Limits, Load, LoadMeter, Prediction
-from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict, choose
+from hybridattn.policies.planning import LEARNT, AsyncChooser, LayoutQuestion, Predict, choose
 
 MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
 SETTLE_STEPS = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
-LEARNT = 0.08  # by how much the CPU turned out faster or slower than it was planned with
 
 
 class Plan(NamedTuple):
@@ -86,7 +85,7 @@ class Adaptive(Delegate):
         self.plans = 0
         self.policy = policy_of(Layout("gpu_only"), costs)
         self._predict = predict if callable(predict) else None
-        self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(predict)
+        self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(costs, predict)
         self._guard = Guard()
         self._guards = guard
         self._meter = LoadMeter()

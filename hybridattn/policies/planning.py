@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridattn.cost.costs import Costs
+from hybridattn.policies.estimate import alone_on_cpu
 from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, rule_layouts
 from hybridattn.policies.load import Limits, Load, Prediction
 
 Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 
 FINALISTS = 5
+LEARNT = 0.08  # by how much CPU attention may differ from what it was planned with
 ROOM = 0.03  # left below a limit: a load is rounded to about 3 % (``Adaptive``), and so is what is predicted for it
 
 
@@ -34,6 +36,11 @@ class LayoutQuestion:
     limits: Limits
     min_gain: float
     discount: tuple[tuple[Layout, float], ...] = ()
+
+    def asks_as(self, other: LayoutQuestion) -> bool:
+        """The same of another load: limits, what the guard learnt, and a CPU that is about as fast."""
+        same = (self.limits, self.min_gain, self.discount) == (other.limits, other.min_gain, other.discount)
+        return same and abs(self.cpu_factor / other.cpu_factor - 1) <= LEARNT
 
     def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
         """The layout and its prediction (see :func:`choose`)."""
@@ -69,7 +76,7 @@ def choose(
         What a layout's predicted rate counts for, where it fell short before.
     """
     if not load.gpu_rows:
-        layout = alone_on_cpu(load)
+        layout = alone_on_cpu(load, costs)
         return layout, predict(load, layout, costs, True)
     discount = discount or {}
     alone = Layout("gpu_only")
@@ -111,8 +118,3 @@ def candidates(load: Load, costs: Costs, limits: Limits) -> list[Layout]:
         if rows:
             found += bounded(rule_layouts(costs, load.gpu_rows, rows, load.context, (0.2,), (0.0, 0.5)), rows)
     return found
-
-
-def alone_on_cpu(load: Load) -> Layout:
-    """Without GPU rows two micro-batches take turns."""
-    return Layout("async_overlap", min(2, load.cpu_rows))

@@ -1,0 +1,69 @@
+"""A layout at once, by closed forms: what serves until a simulation has had its say.
+
+A step of ``b`` GPU rows and ``n`` CPU rows that are waited for at every layer, over L layers:
+
+    step(n) = linear stages of b + n rows + L * max(GPU attention of b rows, down(n) + CPU attention of n rows + up(n))
+    rate(n) = (b + n) / step(n)                                        rate(0): GPU-only
+
+Without GPU rows, ``n`` rows as one micro-batch, or two halves that take turns:
+
+    one    linear stages of n rows + L * back(n)                       back(n) = down(n) + CPU attention(n) + up(n)
+    two    max(2 * linear stages of n/2 rows, linear stages of n/2 rows + L * back(n/2))
+"""
+
+from __future__ import annotations
+
+from hybridattn.cost.costs import Costs
+from hybridattn.policies.layouts import Layout, hidden_rows
+from hybridattn.policies.load import Limits, Load
+
+
+def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
+    """The best of GPU-only and blocking offload of all or of fewer CPU rows; without GPU rows one or two micro-batches.
+
+    Takes well below a millisecond: a handful of prices, which the cost model remembers.
+    """
+    if not load.gpu_rows:
+        return alone_on_cpu(load, costs)
+    alone_ns = waited_step_ns(load, 0, costs)
+    best, rate = Layout("gpu_only"), load.gpu_rows / alone_ns * min_gain
+    for rows in _worth_trying(load, costs):
+        step_ns = waited_step_ns(load, rows, costs)
+        found = (load.gpu_rows + rows) / step_ns
+        if found > rate and _keeps(limits, step_ns / alone_ns, load.cpu_rows / rows):
+            best, rate = Layout("sync_offload", max_rows=rows), found
+    return best
+
+
+def alone_on_cpu(load: Load, costs: Costs) -> Layout:
+    """Nothing but CPU rows: all together, or two micro-batches, of which one attends while the other computes."""
+    rows, half = load.cpu_rows, -(-load.cpu_rows // 2)
+    one = costs.step_linear_ns(rows) + costs.num_layers * back_ns(rows, load.context, costs)
+    linear = costs.step_linear_ns(half)
+    two = max(2 * linear, linear + costs.num_layers * back_ns(half, load.context, costs))
+    return Layout("async_overlap", 2 if rows > 1 and two < one else 1)
+
+
+def waited_step_ns(load: Load, rows: int, costs: Costs) -> int:
+    """A step of the load's GPU rows and ``rows`` CPU rows that are waited for at every layer."""
+    attention = costs.attention_ns(load.gpu_rows, load.gpu_rows * load.context)
+    back = back_ns(rows, load.context, costs)
+    return costs.step_linear_ns(load.gpu_rows + rows) + costs.num_layers * max(attention, back)
+
+
+def back_ns(rows: int, context: int, costs: Costs) -> int:
+    """From q, k, v on the GPU to the attention output there, for ``rows`` CPU rows; 0 for none."""
+    return costs.down_ns(rows) + costs.cpu_ns(rows, rows * context) + costs.up_ns(rows) if rows else 0
+
+
+def _worth_trying(load: Load, costs: Costs) -> list[int]:
+    """All CPU rows, half and a quarter of them, and as many as hide behind the GPU's attention."""
+    rows = load.cpu_rows
+    wanted = {rows, rows // 2, rows // 4, *hidden_rows(costs, load.gpu_rows, load.context)}
+    return sorted({min(n, rows) for n in wanted if n > 0}, reverse=True)
+
+
+def _keeps(limits: Limits, stretch: float, turns: float) -> bool:
+    """CPU rows beyond those that take part wait for their turn."""
+    gpu = limits.gpu is None or stretch <= limits.gpu
+    return gpu and (limits.cpu is None or stretch * turns <= limits.cpu)

@@ -1,0 +1,135 @@
+"""Who chooses a layout elsewhere: a closed form at once, one question at a time, answers remembered, time bounded."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.planning.predict import by_simulation
+from hybridattn.policies.base import StepView
+from hybridattn.policies.chooser import Elsewhere
+from hybridattn.policies.estimate import alone_on_cpu, at_once, waited_step_ns
+from hybridattn.policies.layouts import Layout
+from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.planning import LayoutQuestion
+
+COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
+SECOND = 10**9
+FREE = Limits()
+
+
+class Slow:
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self.questions, self.answer = [], None
+
+    def ask(self, question):
+        self.questions.append(question)
+
+    def take(self):
+        answer, self.answer = self.answer, None
+        return answer
+
+
+def view(number=0, now_s=0.0, gpu_rows=8, cpu_rows=16, prefill=0):
+    return StepView(number, round(now_s * SECOND), gpu_rows, gpu_rows * 500, cpu_rows, cpu_rows * 500, prefill, 0.0, 1.0)
+
+
+def question(gpu_rows=8, cpu_rows=16, context=500):
+    return LayoutQuestion(Load(gpu_rows, cpu_rows, context), 1.0, FREE, 1.0)
+
+
+def asked(chooser, what, at):
+    chooser.ask(what, at)
+    return chooser.take(at)
+
+
+def test_there_is_a_layout_at_once_and_a_simulated_one_when_it_has_come():
+    slow = Slow()
+    chooser = Elsewhere(COSTS, slow)
+    layout, expected = asked(chooser, question(), view())
+    assert layout == at_once(question().load, COSTS, FREE, 1.0) and expected is None
+    assert len(slow.questions) == 1 and chooser.take(view(1, 0.1)) is None
+    slow.answer = better = (Layout("rule", 2, 0.5), "its prediction")
+    assert chooser.take(view(2, 0.7)) == better
+
+
+def test_a_load_that_was_answered_asks_nobody():
+    slow = Slow()
+    chooser = Elsewhere(COSTS, slow)
+    asked(chooser, question(), view())
+    slow.answer = better = (Layout("rule", 2, 0.5), "its prediction")
+    chooser.take(view(1, 0.7))
+    asked(chooser, question(context=5000), view(2, 30.0))
+    assert asked(chooser, question(cpu_rows=17), view(3, 60.0)) == better  # about the same load
+    assert [q.load.context for q in slow.questions] == [500, 5000] and chooser.recalled == 1
+
+
+def test_planning_takes_a_twentieth_of_the_time_at_most():
+    """Loads that change all the time, answers that take half a second each: in ten seconds one of them is made."""
+    slow = Slow()
+    chooser = Elsewhere(COSTS, slow)
+    busy_s = 0.0
+    for i in range(4000):
+        now_s = i * 0.01
+        if i % 10 == 0:
+            assert asked(chooser, question(context=100 + 100 * i), view(i, now_s)) is not None  # never without one
+        if chooser._open is not None and now_s - chooser._open[1] / SECOND >= 0.5:
+            slow.answer, busy_s = (Layout("gpu_only"), None), busy_s + 0.5
+        chooser.take(view(i, now_s))
+    assert 2 <= len(slow.questions) <= 5 and busy_s <= 0.05 * 40 + 0.5
+
+
+def test_an_answer_for_a_load_that_is_gone_is_kept_and_not_used():
+    slow = Slow()
+    chooser = Elsewhere(COSTS, slow)
+    asked(chooser, question(), view())
+    now = asked(chooser, question(gpu_rows=1, cpu_rows=2), view(1, 0.2))
+    slow.answer = late = (Layout("rule", 8), "for sixteen rows")
+    assert now is not None and chooser.take(view(2, 0.7)) is None
+    assert asked(chooser, question(), view(3, 0.8)) == late
+
+
+@pytest.mark.parametrize("context", [64, 500, 4000])
+@pytest.mark.parametrize(("gpu_rows", "cpu_rows"), [(2, 2), (8, 16), (24, 8), (24, 96)])
+def test_the_closed_form_is_what_a_simulation_of_blocking_offload_finds(gpu_rows, cpu_rows, context):
+    load = Load(gpu_rows, cpu_rows, context)
+    found = by_simulation()(load, Layout("sync_offload", max_rows=cpu_rows), COSTS, True)
+    rate = (gpu_rows + cpu_rows) / waited_step_ns(load, cpu_rows, COSTS) * 1e9
+    assert found.tokens_per_s == pytest.approx(rate, rel=0.05)
+
+
+@pytest.mark.parametrize("cpu_rows", [1, 2, 6, 40])
+@pytest.mark.parametrize("context", [64, 2000])
+def test_without_gpu_rows_the_better_of_one_and_two_micro_batches_is_taken(cpu_rows, context):
+    load = Load(0, cpu_rows, context)
+    chosen = alone_on_cpu(load, COSTS)
+    rates = {k: by_simulation()(load, Layout("async_overlap", k), COSTS, True).tokens_per_s for k in (1, 2)}
+    assert rates[chosen.micro_batches] >= 0.95 * max(rates.values())
+
+
+def test_limits_and_the_least_gain_hold_for_the_closed_form_too():
+    load = Load(24, 96, 100)
+    free = at_once(load, COSTS, FREE, 1.0)
+    assert free.kind == "sync_offload"
+    bounded = at_once(load, COSTS, Limits(gpu=1.1), 1.0)
+    rows = bounded.max_rows or 0
+    assert rows < free.max_rows
+    assert waited_step_ns(load, rows, COSTS) <= 1.1 * waited_step_ns(load, 0, COSTS)
+    assert at_once(load, COSTS, FREE, 50.0).kind == "gpu_only"
+
+
+def test_a_layout_at_once_takes_less_than_a_millisecond():
+    """Process time, the best of a few: the driver does it within a step."""
+    times = []
+    for i in range(20):
+        started = time.process_time()
+        at_once(Load(8 + i, 30, 700 + i), COSTS.corrected(1.0), FREE, 1.0)
+        times.append(time.process_time() - started)
+    assert min(times) < 1e-3
