@@ -16,12 +16,14 @@ from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, RequestView, StepView, TierView
 from hybridattn.policies.chooser import Elsewhere, Here
 from hybridattn.policies.delegate import Delegate
+from hybridattn.policies.estimate import rate
 from hybridattn.policies.guard import Guard
 from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
 from hybridattn.policies.load import Limits, Load, LoadMeter, Prediction
 from hybridattn.policies.planning import LEARNT, AsyncChooser, LayoutQuestion, Predict, choose
 
 MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
+WORTH = 1.02  # by how much the rate must rise for a request to move up
 SETTLE_STEPS = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
 
 
@@ -31,6 +33,7 @@ class Plan(NamedTuple):
     step: int
     load: Load
     cpu_factor: float
+    costs: Costs  # corrected by it
 
 
 class Adaptive(Delegate):
@@ -59,7 +62,7 @@ class Adaptive(Delegate):
     """
 
     name = "adaptive"
-    hooks = frozenset({"begin", "detour"})
+    hooks = frozenset({"begin", "detour", "move_up"})
     forecasts = True
 
     def __init__(
@@ -131,9 +134,9 @@ class Adaptive(Delegate):
 
     def _ask(self, load: Load, view: StepView) -> None:
         self.plans += 1
-        self._plan = Plan(view.number, load, view.cpu_factor)
         discount = tuple(self._guard.discount.items())
         factor = round(view.cpu_factor, 2)
+        self._plan = Plan(view.number, load, view.cpu_factor, self.costs.corrected(factor))
         self._chooser.ask(LayoutQuestion(load, factor, self.limits, self.min_gain, discount), view)
 
     def _use_answer(self, view: StepView) -> None:
@@ -142,7 +145,7 @@ class Adaptive(Delegate):
             return
         layout, expected = answer
         self._guard.watch(layout, expected, self._plan.load, view)
-        costs = self.costs.corrected(round(self._plan.cpu_factor, 2))
+        costs = self._plan.costs
         if layout != self.layout or costs is not self.policy.costs:
             self.layout, self.policy = layout, policy_of(layout, costs)
 
@@ -165,6 +168,14 @@ class Adaptive(Delegate):
             return None
         self._cpu_rows += 1
         return tier
+
+    def move_up(self, gpu_rows: int, cpu_rows: int) -> bool:
+        """By closed forms, at the context of the latest plan."""
+        if self._plan is None or not cpu_rows:
+            return False
+        context, costs = self._plan.load.context, self._plan.costs
+        now = rate(Load(gpu_rows, cpu_rows, context), costs, self.min_gain)
+        return rate(Load(gpu_rows + 1, cpu_rows - 1, context), costs, self.min_gain) > WORTH * now
 
     # -- rows on the CPU tier that the layout does not serve -----------------------------------------------------------
 

@@ -11,9 +11,11 @@ for all, ``detour``: which of them, if any, gets the linear stage of its own lay
 
 The order in which a policy is asked, for one step:
 
-    prompts -> begin -> dispatch -> at each layer: ask, for each micro-batch there; no_detour, detour, until None
+    move_up -> prompts -> begin -> dispatch
+        -> at each layer: ask, for each micro-batch there; no_detour, detour, until None
 
-``begin``, ``prompts`` and ``detour`` cost time at every step or layer, so a policy has to declare them (``hooks``).
+``begin``, ``prompts``, ``move_up`` and ``detour`` cost time at every step or layer, so a policy has to declare them
+(``hooks``).
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
 clock, no random source. Those of a micro-batch and of a layer are asked for in the layer loop: the executor shows its
@@ -33,7 +35,7 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.renamed import MEMBERS, NAMES
 
-HOOKS = frozenset({"begin", "prompts", "detour"})
+HOOKS = frozenset({"begin", "prompts", "detour", "move_up"})
 
 
 class Decision(Enum):
@@ -175,8 +177,9 @@ class Policy:
     Attributes
     ----------
     priority : class of its ops on the cpu.attention lane
-    hooks : which of ``begin``, ``prompts`` and ``detour`` are called at all; with ``detour`` the driver keeps up with
-        the GPU at every layer while a micro-batch is in flight, which ``ask`` needs as well where it answers DETOUR
+    hooks : which of ``begin``, ``prompts``, ``move_up`` and ``detour`` are called at all; with ``detour`` the driver
+        keeps up with the GPU at every layer while a micro-batch is in flight, which ``ask`` needs as well where it
+        answers DETOUR
     next_detour_ns : ``detour`` is not asked before this time, nor is ``no_detour``
     dispatch_cap : most idle rows that ``dispatch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
@@ -241,6 +244,15 @@ class Policy:
     def prompts(self, view: PromptView) -> int:
         """How many of the candidates, in order, to read in the coming step. Only with the hook ``prompts``."""
         return len(view.candidates)
+
+    def move_up(self, gpu_rows: int, cpu_rows: int) -> bool:
+        """One of the ``cpu_rows`` requests that decode on the CPU tier should join the ``gpu_rows`` on the GPU tier.
+        Only with the hook ``move_up``.
+
+        Asked, request by request, while the GPU tier has pages for all that its requests and that one may ever hold,
+        so that nobody has to go down again.
+        """
+        return False
 
     def begin(self, view: StepView) -> None:
         """A step begins: the place to plan. Only with the hook ``begin``.

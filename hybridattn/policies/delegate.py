@@ -83,5 +83,8 @@ class Wrapper(Delegate):
     def prompts(self, view: PromptView) -> int:
         return self.policy.prompts(view)
 
+    def move_up(self, gpu_rows: int, cpu_rows: int) -> bool:
+        return self.policy.move_up(gpu_rows, cpu_rows)
+
     def begin(self, view: StepView) -> None:
         self.policy.begin(view)

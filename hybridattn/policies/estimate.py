@@ -35,13 +35,26 @@ def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout
     return best
 
 
+def rate(load: Load, costs: Costs, min_gain: float = 1.0) -> float:
+    """Tokens per nanosecond of the layout that ``at_once`` takes, without limits."""
+    layout = at_once(load, costs, Limits(), min_gain)
+    if layout.kind == "async_overlap":
+        return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
+    rows = layout.max_rows or 0
+    return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
+
+
 def alone_on_cpu(load: Load, costs: Costs) -> Layout:
     """Nothing but CPU rows: all together, or two micro-batches, of which one attends while the other computes."""
-    rows, half = load.cpu_rows, -(-load.cpu_rows // 2)
-    one = costs.step_linear_ns(rows) + costs.num_layers * back_ns(rows, load.context, costs)
-    linear = costs.step_linear_ns(half)
-    two = max(2 * linear, linear + costs.num_layers * back_ns(half, load.context, costs))
-    return Layout("async_overlap", 2 if rows > 1 and two < one else 1)
+    one, two = (_alone_step_ns(load, k, costs) for k in (1, 2))
+    return Layout("async_overlap", 2 if load.cpu_rows > 1 and two < one else 1)
+
+
+def _alone_step_ns(load: Load, micro_batches: int, costs: Costs) -> int:
+    """Time in which each of the CPU rows, alone, gets a token."""
+    rows = -(-load.cpu_rows // micro_batches)
+    linear, back = costs.step_linear_ns(rows), costs.num_layers * back_ns(rows, load.context, costs)
+    return linear + back if micro_batches == 1 else max(2 * linear, linear + back)
 
 
 def waited_step_ns(load: Load, rows: int, costs: Costs) -> int:

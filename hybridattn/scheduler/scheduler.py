@@ -91,6 +91,8 @@ class Scheduler:
         decodes = self._decode_rows()
         if swaps.wanted and queues.idle and len(decodes) == len(queues.decoding):  # no GPU row wants for a page
             swaps.swap_in()
+        if swaps.upwards and queues.idle:
+            swaps.move_up()
         idle = self._idle_rows() if queues.idle else ()
         segments = decodes + self._prompts.segments(now_ns, decodes, idle)
         return SchedulerOutput(Batch(tuple(segments)) if segments else None, idle, self._kv.take_begun())

@@ -1,6 +1,7 @@
 """Who changes its tier, and what a request does once its K,V has arrived.
 
     the GPU tier has room   idle (CPU tier)  --swap_in-->  MOVING  --arrived-->  decoding (GPU tier)
+                                             --move_up-->  (room for all they may ever hold, and the policy says so)
     the GPU tier is full    decoding         --swap_out->  MOVING  --arrived-->  idle (CPU tier)
     a session pauses        its context      --park----->  rests on the CPU tier
 
@@ -25,9 +26,10 @@ class Swaps:
     ----------
     possible : the stages can move K,V at all
     wanted : the policy swaps requests between the tiers
+    upwards : the policy moves requests up where the GPU tier has room for good
     """
 
-    __slots__ = ("_finish", "_kv", "_parks", "_policy", "_queues", "possible", "wanted")
+    __slots__ = ("_finish", "_kv", "_parks", "_policy", "_queues", "possible", "upwards", "wanted")
 
     def __init__(
         self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, finish: Finish, can_move: bool
@@ -39,6 +41,7 @@ class Swaps:
         self._parks = can_move and config.pause_tier == CPU_TIER
         self.possible = can_move
         self.wanted = can_move and policy.swap_in_below is not None
+        self.upwards = can_move and "move_up" in policy.hooks
 
     def swap_in(self) -> None:
         """Requests of the CPU tier move up while the GPU tier has room, the oldest first. Pages of contexts are room:
@@ -51,6 +54,23 @@ class Swaps:
                 return
             if request.state is State.DECODE and not request.in_flight:
                 self._move(request, GPU_TIER)
+
+    def move_up(self) -> None:
+        """Requests of the CPU tier move up, the oldest first, while the policy wants it and the GPU tier has pages for
+        all that its requests and they may ever hold."""
+        kv, queues = self._kv, self._queues
+        room = kv.pools[GPU_TIER].num_blocks
+        room -= sum(kv.need_at_most(r) for r in queues.running if r.tier == GPU_TIER)
+        gpu_rows = len(queues.decoding)
+        cpu_rows, _ = queues.cpu_load()
+        for request in tuple(queues.idle):
+            if request.state is not State.DECODE or request.in_flight:
+                continue
+            room -= kv.need_at_most(request)
+            if room < 0 or kv.need(request) > kv.free(GPU_TIER) or not self._policy.move_up(gpu_rows, cpu_rows):
+                return
+            self._move(request, GPU_TIER)
+            gpu_rows, cpu_rows = gpu_rows + 1, cpu_rows - 1
 
     def swap_out(self, request: Request) -> bool:
         """Move a GPU request down instead of preempting it; False when the CPU tier has no room for it either."""

@@ -38,7 +38,8 @@ class Slow:
 
 
 def view(number=0, now_s=0.0, gpu_rows=8, cpu_rows=16, prefill=0):
-    return StepView(number, round(now_s * SECOND), gpu_rows, gpu_rows * 500, cpu_rows, cpu_rows * 500, prefill, 0.0, 1.0)
+    kv = gpu_rows * 500, cpu_rows * 500
+    return StepView(number, round(now_s * SECOND), gpu_rows, kv[0], cpu_rows, kv[1], prefill, 0.0, 1.0)
 
 
 def question(gpu_rows=8, cpu_rows=16, context=500):

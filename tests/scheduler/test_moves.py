@@ -272,3 +272,60 @@ def test_an_engine_that_breaks_for_another_reason_gives_the_blocks_of_its_moves_
     with pytest.raises(DeviceError, match="a step was cut short by ArithmeticError"):
         engine.step()
     check_empty(engine)
+
+
+# -- up, for good ----------------------------------------------------------------------------------------------------
+
+
+class Rising(SyncOffload):
+    """Whoever can, moves up."""
+
+    hooks = frozenset({"move_up"})
+
+    def __init__(self, cpu_fraction=None):
+        super().__init__(cpu_fraction)
+        self.asked = []
+
+    def move_up(self, gpu_rows, cpu_rows):
+        self.asked.append((gpu_rows, cpu_rows))
+        return True
+
+
+@given(seed=st.integers(0, 10**6), gpu=st.integers(6, 14), move_ns=st.sampled_from([0, 50, 3000]))
+@settings(max_examples=25, deadline=None)
+def test_requests_move_up_when_the_gpu_tier_has_room_for_good_and_tokens_hold(seed, gpu, move_ns):
+    jobs = jobs_of(seed, 5)
+    engine = build(Rising(), seed, gpu=gpu, cpu=30, move_ns=move_ns)
+    got, _ = serve(engine, jobs, lambda step: ((), ()))
+    assert got == [reference(p, n, LAYERS) for p, n in jobs]
+
+
+def test_when_the_gpu_rows_are_through_the_others_do_not_stay_on_the_cpu():
+    """Two of four fit at first; the policy is asked with the rows that there are, one request at a time."""
+    jobs = [([1] * 20, 8), ([2] * 20, 8), ([3] * 20, 20), ([4] * 20, 20)]
+    policy = Rising()
+    engine = build(policy, 3, gpu=4, cpu=8, move_ns=50)
+    got, _ = serve(engine, jobs, lambda step: ((), ()))
+    assert got == [reference(p, n, LAYERS) for p, n in jobs]
+    assert {r.request_id: r.tier for r in engine.take_records().requests} == dict.fromkeys(
+        ("r0", "r1", "r2", "r3"), "gpu"
+    )
+    assert all(cpu >= 1 for _, cpu in policy.asked) and len(policy.asked) >= 2
+
+
+def test_nobody_moves_up_who_might_have_to_go_down_again():
+    """Of nine pages one may come to hold six and the other eight: that one stays where it is until the first ends."""
+    engine = build(Rising(), 3, gpu=9, cpu=8, move_ns=50)
+    long = engine.add([1] * 20, 70)
+    engine.step()
+    engine.scheduler.swaps.upwards = False  # placed on the CPU tier by hand, to begin with
+    other = engine.add([2] * 20, 100)
+    while other.state is not State.DECODE:
+        engine.step()
+    assert engine.move(other.request_id, "cpu") or other.tier == "cpu"
+    engine.scheduler.swaps.upwards = True
+    while long.finish_reason is None:
+        assert other.tier == "cpu"
+        engine.step()
+    engine.run()
+    assert other.tier == "gpu" and long.preemptions == other.preemptions == 0
