@@ -55,16 +55,24 @@ def read_question(line: bytes) -> LayoutQuestion:
     return LayoutQuestion(Load(**said.pop("load")), limits=Limits(**said.pop("limits")), discount=discount, **said)
 
 
-def answer_line(layout: Layout, expected: Prediction) -> bytes:
-    assert isinstance(expected, Steady)  # what ``by_simulation`` predicts
-    return _line({"layout": asdict(layout), "expected": asdict(expected)})
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layout, what is predicted of it, and the processor time that the answer took."""
+
+    layout: Layout
+    expected: Prediction
+    cpu_ns: int
+
+    def line(self) -> bytes:
+        assert isinstance(self.expected, Steady)  # what ``by_simulation`` predicts
+        return _line({"layout": asdict(self.layout), "expected": asdict(self.expected), "cpu_ns": self.cpu_ns})
 
 
-def read_answer(line: bytes) -> tuple[Layout, Steady] | Failed:
+def read_answer(line: bytes) -> Found | Failed:
     said = json.loads(line)
     if "failed" in said:
         return Failed(said["failed"])
-    return Layout(**said["layout"]), Steady(**said["expected"])
+    return Found(Layout(**said["layout"]), Steady(**said["expected"]), said["cpu_ns"])
 
 
 def _line(said: object) -> bytes:

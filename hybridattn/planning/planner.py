@@ -22,7 +22,7 @@ from typing import Any
 
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.profile import Profile
-from hybridattn.planning.messages import Failed, Setup, question_line, read_answer
+from hybridattn.planning.messages import Failed, Found, Setup, question_line, read_answer
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Prediction
 from hybridattn.policies.planning import LayoutQuestion
@@ -45,10 +45,12 @@ class Planner:
     Attributes
     ----------
     failure : why there are no more answers, None while there may be
+    cpu_ns : processor time that the answers taken so far took
     """
 
     def __init__(self, profile: Profile, shape: ModelShape, dtype: str, *, answer_timeout_s: float = 120.0) -> None:
         self.failure: str | None = None
+        self.cpu_ns = 0
         self._setup = Setup(profile, shape, dtype).line()
         self._timeout_s = answer_timeout_s
         self._asked_at: float | None = None
@@ -81,14 +83,15 @@ class Planner:
             answer = None
         if isinstance(answer, Failed):
             self._fail(answer.reason)
-        elif answer is not None:
+        elif isinstance(answer, Found):
             self._asked_at = None
-            return answer
+            self.cpu_ns += answer.cpu_ns
+            return answer.layout, answer.expected
         if self._asked_at is not None and time.monotonic() - self._asked_at > self._timeout_s:
             self._fail(f"no answer within {self._timeout_s:g} s")
         if self.failure is not None and not self._warned and not self._closed:
             self._warned = True
-            warnings.warn(f"planning has stopped, and the layout in use goes on: {self.failure}", RuntimeWarning, 2)
+            warnings.warn(f"planning has stopped, and closed forms choose the layouts: {self.failure}", RuntimeWarning, 2)
         return None
 
     def _fail(self, reason: str) -> None:

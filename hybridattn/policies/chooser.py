@@ -64,7 +64,7 @@ class Elsewhere:
         self._chooser = chooser
         self._ready: Answer | None = None
         self._wanted: LayoutQuestion | None = None  # has a closed form's answer so far
-        self._open: tuple[LayoutQuestion, int] | None = None  # handed on, and when
+        self._open: tuple[LayoutQuestion, int] | None = None  # handed on, and what answers had cost by then
         self._known: dict[LayoutQuestion, Answer] = {}
         self._rest_until_ns = 0
 
@@ -93,13 +93,13 @@ class Elsewhere:
         found = self._chooser.take()
         if found is None:
             return answer
-        question, since_ns = self._open
+        question, cost_before_ns = self._open
         self._open = None
-        self._rest_until_ns = view.now_ns + round((view.now_ns - since_ns) / SHARE)
+        self._rest_until_ns = view.now_ns + round((self._chooser.cpu_ns - cost_before_ns) / SHARE)
         while len(self._known) >= MOST_KNOWN:
             del self._known[next(iter(self._known))]
         self._known[question] = found
-        if self._wanted is None or not _alike(self._wanted, question):
+        if self._wanted is None or not self._wanted.near(question):
             return answer  # the load has changed meanwhile
         self._wanted = None
         return found
@@ -108,15 +108,11 @@ class Elsewhere:
         if self._wanted is not None and view.now_ns >= self._rest_until_ns:
             self.asked += 1
             self._chooser.ask(self._wanted)
-            self._open = self._wanted, view.now_ns
+            self._open = self._wanted, self._chooser.cpu_ns
 
     def _recall(self, question: LayoutQuestion) -> Answer | None:
         """What was answered for a load like this one under the same circumstances, the latest first."""
         for known in reversed(self._known):
-            if _alike(question, known):
+            if question.near(known):
                 return self._known[known]
         return None
-
-
-def _alike(question: LayoutQuestion, other: LayoutQuestion) -> bool:
-    return question.load.like(other.load) and question.asks_as(other)

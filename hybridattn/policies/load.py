@@ -28,12 +28,12 @@ class Load:
         if self.prompt_per_token < 0:
             raise InputError(f"prompt_per_token must not be negative, got {self.prompt_per_token}")
 
-    def like(self, other: Load) -> bool:
-        """A plan for ``other`` still fits: rows and context within a sixth, prompts within a third."""
+    def like(self, other: Load, parts: int = 6) -> bool:
+        """A plan for ``other`` still fits: rows and context within one of ``parts``, prompts within a third."""
         if abs(self.prompt_per_token - other.prompt_per_token) > max(0.5, other.prompt_per_token / 3):
             return False
         pairs = ((self.gpu_rows, other.gpu_rows), (self.cpu_rows, other.cpu_rows), (self.context, other.context))
-        return all(abs(a - b) <= max(1, b) / 6 for a, b in pairs)
+        return all(abs(a - b) <= max(1, b) / parts for a, b in pairs)
 
 
 class LoadMeter:

@@ -37,10 +37,11 @@ class LayoutQuestion:
     min_gain: float
     discount: tuple[tuple[Layout, float], ...] = ()
 
-    def asks_as(self, other: LayoutQuestion) -> bool:
-        """The same of another load: limits, what the guard learnt, and a CPU that is about as fast."""
+    def near(self, other: LayoutQuestion) -> bool:
+        """An answer to ``other`` serves this one: loads within a third, the same limits and discounts, a CPU that is
+        about as fast."""
         same = (self.limits, self.min_gain, self.discount) == (other.limits, other.min_gain, other.discount)
-        return same and abs(self.cpu_factor / other.cpu_factor - 1) <= LEARNT
+        return same and abs(self.cpu_factor / other.cpu_factor - 1) <= LEARNT and self.load.like(other.load, 3)
 
     def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
         """The layout and its prediction (see :func:`choose`)."""
@@ -50,6 +51,8 @@ class LayoutQuestion:
 
 class AsyncChooser(Protocol):
     """Answers one question at a time, elsewhere (``hybridattn.planning.planner.Planner``). Neither method blocks."""
+
+    cpu_ns: int  # processor time that answers took so far
 
     def ask(self, question: LayoutQuestion) -> None: ...
 
