@@ -83,7 +83,7 @@ class _Walk:
 
     def _once(self, name: bytes, seen: set[bytes], what: str) -> None:
         if name in seen:
-            raise InputError(f"{self._name}: the {what} '{name.decode(errors='replace')}' is there twice")
+            raise InputError(f"{self._name}: the {what} '{name.decode()}' is there twice")
         seen.add(name)
 
     def _tensor(self, names: set[bytes]) -> TensorEntry:
@@ -93,7 +93,7 @@ class _Walk:
         if dimensions > _MAX_DIMENSIONS:
             raise InputError(f"{self._name}: a tensor at byte {self._at} has {dimensions} dimensions, above 4")
         shape = tuple(self._number(8) for _ in range(dimensions))
-        return TensorEntry(name.decode(errors="replace"), shape[::-1], self._number(4), self._number(8))
+        return TensorEntry(name.decode(), shape[::-1], self._number(4), self._number(8))
 
     def _value(self, kind: int) -> None:
         if kind == _STRING:
@@ -116,7 +116,14 @@ class _Walk:
             raise InputError(f"{self._name}: an array before byte {self._at} has elements of the unknown type {kind}")
 
     def _string(self) -> bytes:
-        return self._take(self._number(8))
+        """A text; refused unless it is one, or the library that reads it would fail on it."""
+        text = self._take(self._number(8))
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            at = self._at - len(text) + error.start
+            raise InputError(f"{self._name} is damaged: the text at byte {at} is no UTF-8 ({error.reason})") from error
+        return text
 
     def _count(self, what: str, least: int) -> int:
         """A count of things of at least ``least`` bytes each, all of which are still to come."""

@@ -5,7 +5,7 @@
     process            |-- some twenty layouts, simulated one by one --|
 
 The driver neither simulates nor waits: it puts a question down and looks for its answer before each step. Until one has
-come the layout in use goes on, and so it does for good when the process has died.
+come closed forms choose the layouts, and so they do for good when the process has died.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Planner:
             self._fail(f"no answer within {self._timeout_s:g} s")
         if self.failure is not None and not self._warned and not self._closed:
             self._warned = True
-            warnings.warn(f"planning has stopped, and closed forms choose the layouts: {self.failure}", RuntimeWarning, 2)
+            said = f"planning has stopped, and closed forms choose the layouts: {self.failure}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         return None
 
     def _fail(self, reason: str) -> None:

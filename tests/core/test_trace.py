@@ -67,7 +67,7 @@ def test_chrome_trace_names_its_lanes_and_its_source(tmp_path):
     assert (names[attention["tid"]], attention["ts"], attention["dur"]) == (CPU, 1000.0, 500.0)
     assert linear["args"] == {"layer": 2, "rows": 4, "bytes": 10}
     source = {"device": "sim", "kind": "simulated", "profile": "t4", "commit": "abc"}
-    assert found["otherData"] == {**source, "clock_spread_ns": 7}
+    assert found["otherData"] == {**source, "clock_spread_ns": 7, "dropped_spans": 0}
 
 
 def test_kv_bytes_of_known_models():
@@ -82,8 +82,8 @@ def test_shapes_that_cannot_be_are_refused():
         ModelShape("x", **{**SHAPE, "num_layers": 0})
     with pytest.raises(InputError, match="num_q_heads 32 is not a multiple of num_kv_heads 5"):
         ModelShape("x", **{**SHAPE, "num_kv_heads": 5})
-    with pytest.raises(InputError, match="dtype 'fp8' is unknown"):
-        dtype_bytes("fp8")
+    with pytest.raises(InputError, match="dtype 'fp4' is unknown"):
+        dtype_bytes("fp4")
 
 
 def test_records_that_go_back_in_time_are_refused():

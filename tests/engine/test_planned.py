@@ -202,7 +202,9 @@ def test_a_process_that_dies_does_not_stop_the_generation(profile, plain, when):
         if when == "after":
             call = planned(llm)
             os.kill(llm.planner.pid, signal.SIGKILL)
-            llm.policy._plan = None  # it wants to plan again
+            llm.policy._plan = None  # it wants to plan again, at once and for a load that nobody has asked about
+            llm.policy._chooser._known.clear()
+            llm.policy._chooser._rest_until_ns = 0
         else:
             call = llm.start(JOBS * 4, PARAMS)
             until(lambda: llm.planner.pid is not None, llm.engine.step)

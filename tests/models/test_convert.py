@@ -276,6 +276,25 @@ def test_L07_a_changed_gguf_is_refused_by_name(change, message, write_gguf, own_
     assert nothing_in(own_cache)
 
 
+def test_a_text_of_a_gguf_that_is_no_utf8_is_refused(tmp_path):
+    from hybridattn.models.gguf_header import check_header
+
+    key = b"general.architecture"
+    parts = [
+        b"GGUF",
+        (3).to_bytes(4, "little"),
+        bytes(8),
+        (1).to_bytes(8, "little"),
+        len(key).to_bytes(8, "little"),
+        key,
+    ]
+    (tmp_path / "m.gguf").write_bytes(
+        b"".join([*parts, (8).to_bytes(4, "little"), (3).to_bytes(8, "little"), b"l\x80a"])
+    )
+    with pytest.raises(InputError, match=r"m.gguf is damaged: the text at byte 65 is no UTF-8 \(invalid start byte\)"):
+        check_header(tmp_path / "m.gguf")
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     path = tmp_path / "text.gguf"
     path.write_text("no model")

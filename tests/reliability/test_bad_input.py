@@ -285,7 +285,8 @@ def test_a_model_of_another_kind_is_refused(model):
 @settings(max_examples=EXAMPLES + 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_prompts_of_any_kind_are_queued_whole_or_refused_whole(shared_tiny, prompts):
     llm = shared_tiny
-    if own_error_or_fine(lambda: llm.start(prompts)):
+    calls = []  # one that nobody holds is aborted
+    if own_error_or_fine(lambda: calls.append(llm.start(prompts))):
         assert llm.engine.unfinished == len(prompts)
         for request in [*llm.engine.scheduler.queues.waiting]:
             llm.engine.abort(request.request_id)
