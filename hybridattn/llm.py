@@ -178,7 +178,7 @@ class LLM:
         self._sessions = 0
         self._new_text: Callable[[SamplingParams], Any] | None = None
         if self.model.tokenizer is not None:
-            pieces = self.model.tokenizer.pieces
+            pieces = self.model.tokenizer.piece_table
             self._new_text = lambda p: TextStream(pieces, p.stop, p.skip_special_tokens)
         stop_planning = self.planner.close if self.planner is not None else lambda: None
         eos_ids = frozenset(self.model.config.eos_ids)

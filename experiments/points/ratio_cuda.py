@@ -178,7 +178,7 @@ def point(app: App, settings: CardSettings) -> dict[str, Any]:
             **window.row(_alone_ns.get((name, found)), layers),
             "handover": getattr(llm.device, "handover", None), "why_poll": getattr(llm.device, "why_poll", None),
             "pageable": ", ".join(getattr(llm.device, "pageable", ())),
-            "eager_because": getattr(llm.stages.tier, "why_eager", None),
+            "eager_because": getattr(llm.stages.gpu_tier, "why_eager", None),
             "clock_spread_ns": getattr(llm.device, "clock_spread_ns", 0),
         }  # fmt: skip
 

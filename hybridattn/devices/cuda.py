@@ -75,7 +75,7 @@ class CudaDevice(LiveDevice):
     """
 
     name = "cuda"
-    tier = "cuda"  # what class of GPU-side stages a model has here
+    gpu_tier = "cuda"  # which class of GPU tier a model has here
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
 """The GPU's clock on the host's: one line through a few round trips, so that one trace can hold both.
 
-One round trip; the event's time lies between the two readings of the host's clock, so the middle is off by half their
-distance at most:
+A round trip records an event on the idle stream between two readings of the host's clock:
 
-    host    |--record--> t0 ........ query, query, query: passed --> t1
+    host    t0, record ........ query, query, query: passed, t1
     stream                    * event
 
-Events only give their distance to another event, in milliseconds as a float32: 1 us fine over ten seconds. So distances
-are taken to an anchor that moves along.
+The event happened between t0 and t1, so their middle is wrong by at most half of t1 - t0. CUDA tells only how far two
+events lie apart, in milliseconds as a float32, which resolves 1 us over ten seconds. So times are taken from an anchor
+event, and a later event becomes the anchor when ten seconds have passed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class GpuClock:
         return max(self.first.spread_ns, self.last.spread_ns)
 
     def align(self) -> Alignment:
-        """Round trips on an idle stream; the median offset and half the median width."""
+        """Measure the offset between the two clocks by round trips on an idle stream: the median over the trips, and
+        half the median distance between their two readings as its uncertainty."""
         trips = [self._trip() for _ in range(TRIPS)]
         offsets = [(t0 + t1) // 2 - gpu for t0, t1, gpu in trips]
         gpu = trips[TRIPS // 2][2]

@@ -19,7 +19,7 @@ import torch
 from hybridattn.core.stages import RowFault
 from hybridattn.models.sampling import SampleRow, first_maximum, uniform, why_no_token
 
-Place = Callable[[np.ndarray], torch.Tensor]
+ToDevice = Callable[[np.ndarray], torch.Tensor]
 NONE = -torch.inf
 AT_ONCE = 32  # rows: what a choice needs beside the logits is 14 numbers of 8 bytes or fewer for each of theirs
 
@@ -37,20 +37,20 @@ class Chosen:
     allowed: torch.Tensor
 
 
-def choose(logits: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> Chosen:
+def choose(logits: torch.Tensor, rows: Sequence[SampleRow], to_device: ToDevice) -> Chosen:
     """Enqueue the choice of a token for every row.
 
     Parameters
     ----------
     logits : ``[n, vocab_size]``, left as they are
     rows : one per row of ``logits``
-    place : brings a host array to the device of ``logits`` without waiting
+    to_device : brings a host array to the device of ``logits`` without waiting
     """
     if all(row.plain for row in rows):
         ids, top = first_maximum(logits)
         return Chosen(ids, top.double(), top.double())
     parts = [slice(i, i + AT_ONCE) for i in range(0, len(rows), AT_ONCE)]
-    found = [_choose(logits[part], rows[part], place) for part in parts]
+    found = [_choose(logits[part], rows[part], to_device) for part in parts]
     return Chosen(*(torch.cat([getattr(c, name) for c in found]) for name in ("ids", "top", "allowed")))
 
 
@@ -59,17 +59,17 @@ def working_bytes(num_rows: int, vocab_size: int) -> int:
     return min(num_rows, AT_ONCE) * vocab_size * 14 * 8
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> Chosen:
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], to_device: ToDevice) -> Chosen:
     values = logits.double()
-    _penalise(values, rows, place)
+    _penalise(values, rows, to_device)
     top = values.amax(dim=1)
-    _block(values, rows, place)
+    _block(values, rows, to_device)
     ids = first_maximum(values)[0]
     allowed = values.amax(dim=1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        at = place(np.array(drawn, np.int64))
-        ids[at] = _draw(values[at], allowed[at], [rows[i] for i in drawn], place)
+        at = to_device(np.array(drawn, np.int64))
+        ids[at] = _draw(values[at], allowed[at], [rows[i] for i in drawn], to_device)
     return Chosen(ids, top, allowed)
 
 
@@ -84,7 +84,7 @@ def tokens_of(
     return found
 
 
-def _penalise(values: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> None:
+def _penalise(values: torch.Tensor, rows: Sequence[SampleRow], to_device: ToDevice) -> None:
     vocab = values.shape[1]
     seen, counted = _Entries(), _Entries()
     for i, row in enumerate(rows):
@@ -97,21 +97,21 @@ def _penalise(values: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> 
             inside = ids < vocab
             counted.add(i, ids[inside], p.presence_penalty + p.frequency_penalty * counts[inside])
     if seen:
-        at, factor = seen.placed(place)
+        at, factor = seen.placed(to_device)
         old = values[at]
         values[at] = torch.where(old > 0, old / factor, old * factor)
     if counted:
-        at, less = counted.placed(place)
+        at, less = counted.placed(to_device)
         values[at] = values[at] - less
 
 
-def _block(values: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> None:
+def _block(values: torch.Tensor, rows: Sequence[SampleRow], to_device: ToDevice) -> None:
     blocked = _Entries()
     for i, row in enumerate(rows):
         ids = np.array(row.blocked, np.int64)
         blocked.add(i, ids[ids < values.shape[1]], 0.0)
     if blocked:
-        at, _ = blocked.placed(place)
+        at, _ = blocked.placed(to_device)
         values[at] = NONE
 
 
@@ -131,12 +131,12 @@ class _Entries:
         self._ids.append(ids)
         self._numbers.append(np.broadcast_to(np.asarray(numbers, np.float64), ids.shape))
 
-    def placed(self, place: Place) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        at = place(np.stack([np.concatenate(self._rows), np.concatenate(self._ids)]))
-        return (at[0], at[1]), place(np.concatenate(self._numbers))
+    def placed(self, to_device: ToDevice) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        at = to_device(np.stack([np.concatenate(self._rows), np.concatenate(self._ids)]))
+        return (at[0], at[1]), to_device(np.concatenate(self._numbers))
 
 
-def _draw(values: torch.Tensor, allowed: torch.Tensor, rows: Sequence[SampleRow], place: Place) -> torch.Tensor:
+def _draw(values: torch.Tensor, allowed: torch.Tensor, rows: Sequence[SampleRow], to_device: ToDevice) -> torch.Tensor:
     """Inverse of the cumulative distribution over the kept ids in ascending order, one draw per row."""
     numbers = [
         (
@@ -148,7 +148,7 @@ def _draw(values: torch.Tensor, allowed: torch.Tensor, rows: Sequence[SampleRow]
         )
         for row in rows
     ]
-    temperature, min_p, top_p, top_k, draw = place(np.array(numbers, np.float64).T.copy())[:, :, None]
+    temperature, min_p, top_p, top_k, draw = to_device(np.array(numbers, np.float64).T.copy())[:, :, None]
     scaled = torch.where(values > NONE, (values - allowed[:, None]) / temperature, NONE)
     weights = scaled.exp()
     kept = (weights >= min_p) & (weights > 0)  # the largest weight is 1

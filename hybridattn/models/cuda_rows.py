@@ -65,11 +65,11 @@ class CudaRows(GpuRows):
         config: DecoderConfig,
         dtype: torch.dtype,
         sm_scale: float,
-        place: Callable[[np.ndarray], torch.Tensor],
+        to_device: Callable[[np.ndarray], torch.Tensor],
     ) -> None:
-        super().__init__(batch, pages.page_size, place)
+        super().__init__(batch, pages.page_size, to_device)
         self._pages, self._staging, self._config = pages, staging, config
-        self._dtype, self._sm_scale, self._place = dtype, sm_scale, place
+        self._dtype, self._sm_scale, self._to_device = dtype, sm_scale, to_device
         self._plans = self._plan_decodes()
         largest = max(self._plans.values(), key=lambda p: p.workspace_size, default=None)
         self._workspace = None if largest is None else largest.make_workspace()
@@ -142,13 +142,13 @@ class CudaRows(GpuRows):
             else:
                 at = np.arange(chunk.start, chunk.end)
                 in_staging[chunk.rows] = tables[id(chunk)][at // page] * page + at % page
-        return self._place(in_tier), self._place(in_staging) if tables else None
+        return self._to_device(in_tier), self._to_device(in_staging) if tables else None
 
     def _descent(self, chunk: PrefillRows) -> Descent:
         page = self._pages.page_size
         first, last = chunk.start // page, -(-chunk.end // page)
         at = np.arange(chunk.start, chunk.end) - first * page
-        return Descent(self._place(at), runs_of(chunk.blocks[first:last]), last - first, chunk.start % page != 0)
+        return Descent(self._to_device(at), runs_of(chunk.blocks[first:last]), last - first, chunk.start % page != 0)
 
     # -- running -----------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class CudaTier:
 
     # -- the tier ----------------------------------------------------------------------------------------------------
 
-    def place(self, values: np.ndarray) -> torch.Tensor:
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(values)
         if self._on == "cpu":
             return host
@@ -137,16 +137,18 @@ class CudaTier:
 
     def rows(self, batch: Batch) -> GpuRows:
         with self._device.on(GPU):
-            return CudaRows(batch, self._pages, self._staging, self._config, self._dtype, self._sm_scale, self.place)
+            return CudaRows(
+                batch, self._pages, self._staging, self._config, self._dtype, self._sm_scale, self.to_device
+            )
 
-    def between(
+    def post_pre(
         self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._graphs.between(layer, outs, xs, positions)
+        return self._graphs.post_pre(layer, outs, xs, positions)
 
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Deferred:
         """Chosen on the card: an id and two numbers of each row go down, no logit does."""
-        chosen = choose(logits, rows, self.place)
+        chosen = choose(logits, rows, self.to_device)
         ids, top, allowed = (_read_back(t) for t in (chosen.ids, chosen.top, chosen.allowed))
         return Deferred(lambda: tokens_of(ids.tolist(), top.tolist(), allowed.tolist(), rows))
 

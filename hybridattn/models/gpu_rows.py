@@ -40,13 +40,15 @@ class GpuRows:
     attend is the GPU tier's business: it derives a class of its own.
     """
 
-    def __init__(self, batch: Batch, page_size: int, place: Callable[[np.ndarray], torch.Tensor]) -> None:
+    def __init__(self, batch: Batch, page_size: int, to_device: Callable[[np.ndarray], torch.Tensor]) -> None:
         segments = batch.segments
         tokens = [t for s in segments for t in s.request.token_ids[s.start : s.start + s.num_tokens]]
-        self.tokens = place(np.asarray(tokens, np.int64))
-        self.positions = place(np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in segments]))
+        self.tokens = to_device(np.asarray(tokens, np.int64))
+        self.positions = to_device(np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in segments]))
         ends = np.cumsum([s.num_tokens for s in segments])
-        self.sampled = place(np.asarray([e - 1 for e, s in zip(ends, segments, strict=True) if s.samples], np.int64))
+        self.sampled = to_device(
+            np.asarray([e - 1 for e, s in zip(ends, segments, strict=True) if s.samples], np.int64)
+        )
         self.decodes = [s for s in segments if not s.prefill]
         self.num_decodes = len(self.decodes)
         self.prefills = [

@@ -29,21 +29,21 @@ Tensors = Sequence[torch.Tensor]
 
 
 class GpuTier(Protocol):
-    """Methods that take tensors run inside ops; ``rows`` and ``place`` in the driver, before them."""
+    """Methods that take tensors run inside ops; ``rows`` and ``to_device`` in the driver, before them."""
 
     decoder: Decoder
     cpu_pages: KVPages
     exchange: Exchange
 
-    def place(self, values: np.ndarray) -> torch.Tensor:
-        """Integers as an int64 tensor of the GPU side."""
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
+        """A host array as a tensor of the GPU side."""
         ...
 
     def rows(self, batch: Batch) -> GpuRows:
         """Plan the GPU rows of a step."""
         ...
 
-    def between(
+    def post_pre(
         self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """post(layer) and pre(layer + 1) of the rows of all parts together.
@@ -93,5 +93,5 @@ def open_tier(
     wanted = torch.device(getattr(device, "torch_device", "cpu"))
     if model.weights.device != wanted:
         raise InputError(f"weights are on {model.weights.device}, but device '{device.name}' needs them on {wanted}")
-    module, _, cls = TIER_CLASSES[getattr(device, "tier", "host")].partition(":")
+    module, _, cls = TIER_CLASSES[getattr(device, "gpu_tier", "host")].partition(":")
     return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale, cpu_order)

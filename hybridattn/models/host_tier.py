@@ -48,13 +48,13 @@ class HostTier:
         self._staging = torch.zeros(2, config.max_model_len, shape.num_kv_heads, shape.head_dim, dtype=dtype)
         device.reserve(GPU_TIER, self._staging.nbytes, f"a staging area of {config.max_model_len} tokens")
 
-    def place(self, values: np.ndarray) -> torch.Tensor:
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)
 
     def rows(self, batch: Batch) -> GpuRows:
         return HostRows(batch, self._pages, self._config, self._page_size, self._sm_scale, self._staging)
 
-    def between(
+    def post_pre(
         self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         x = self.decoder.post_attention(layer, torch.cat(list(outs)), torch.cat(list(xs)))

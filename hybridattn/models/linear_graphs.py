@@ -76,10 +76,10 @@ class LinearGraphs:
 
         return run
 
-    def between(
+    def post_pre(
         self, layer: int, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]
     ) -> Result:
-        """See ``GpuTier.between``."""
+        """See ``GpuTier.post_pre``."""
         n = sum(len(x) for x in xs)
         bucket = next((b for b in self._buckets if b >= n), None)
         if bucket is None:

@@ -19,7 +19,7 @@ class TextStream:
 
     Parameters
     ----------
-    pieces : the vocabulary, ``Tokenizer.pieces``
+    pieces : the vocabulary, ``Tokenizer.piece_table``
     stop : stop strings, none of them empty
     skip_special_tokens : leave control tokens out of the text
     """

@@ -53,7 +53,7 @@ class Tokenizer:
         settings_path = folder / "tokenizer_config.json"
         self._settings = read_json(settings_path) if settings_path.exists() else {}
         self._folder = folder
-        self.pieces: PieceTable = piece_table(self._backend, read_json(path), str(path))
+        self.piece_table: PieceTable = piece_table(self._backend, read_json(path), str(path))
         self.bos_id = self._named_id("bos_token")
         self.eos_id = self._named_id("eos_token")
         self.prefix_ids = self._prefix()
@@ -110,8 +110,8 @@ class Tokenizer:
         if size is not None and ids and max(ids) >= size:
             token = max(ids)
             raise InputError(
-                f"the text needs the token {token} ({self.pieces.spelling(token)!r}) of the tokenizer, but the model "
-                f"has the tokens 0..{size - 1}"
+                f"the text needs the token {token} ({self.piece_table.spelling(token)!r}) of the tokenizer, but the "
+                f"model has the tokens 0..{size - 1}"
             )
         return ids
 
@@ -131,9 +131,11 @@ class Tokenizer:
 
         An id that the vocabulary does not have is no text: models pad their vocabularies. InputError for one below 0.
         """
-        decoder = ByteDecoder(self.pieces, continues=False)
+        decoder = ByteDecoder(self.piece_table, continues=False)
         parts = [
-            decoder.push(token) for token in token_ids if not (skip_special_tokens and self.pieces.is_special(token))
+            decoder.push(token)
+            for token in token_ids
+            if not (skip_special_tokens and self.piece_table.is_special(token))
         ]
         return "".join(parts) + decoder.finish()
 

@@ -70,8 +70,8 @@ class TorchStages:
         order = backends.layout_of(backend)
         if order != "tiles" and kv_dtype not in ("fp32", "bf16"):
             raise InputError(f"backend '{backend}' reads pages of fp32 and bf16, kv_dtype is {kv_dtype}")
-        self.tier = open_tier(model, device, config, kv_dtype, self.sm_scale, order)
-        self.decoder, self.exchange = self.tier.decoder, self.tier.exchange
+        self.gpu_tier = open_tier(model, device, config, kv_dtype, self.sm_scale, order)
+        self.decoder, self.exchange = self.gpu_tier.decoder, self.gpu_tier.exchange
         self._backend, self._on_pool = backend, backends.on_pool(backend)
         self._plans: dict[int, MicroBatchPlan] = {}
         self._rows: GpuRows | None = None
@@ -81,13 +81,14 @@ class TorchStages:
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
-        self._rows = self.tier.rows(batch)
+        self._rows = self.gpu_tier.rows(batch)
         self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
-        tokens = self.tier.place(np.array([r.request.token_ids[r.position] for r in micro_batch.rows], np.int64))
-        positions = self.tier.place(np.array([r.position for r in micro_batch.rows], np.int64))
+        rows, to_device = micro_batch.rows, self.gpu_tier.to_device
+        tokens = to_device(np.array([r.request.token_ids[r.position] for r in rows], np.int64))
+        positions = to_device(np.array([r.position for r in rows], np.int64))
         sample_rows = [self._sample_row(r.request) for r in micro_batch.rows]
         self._plans[micro_batch.number] = MicroBatchPlan(tokens, positions, sample_rows)
         self.replan(micro_batch)
@@ -106,7 +107,7 @@ class TorchStages:
         )
         self._plans[micro_batch.number].attention = {
             window: plan_decode(
-                self.tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
+                self.gpu_tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
                 window_left=-1 if window is None else window - 1, slot_mapping=mapping, backend=self._backend,
             )
             for window in set(self.model_config.layer_windows)
@@ -124,7 +125,7 @@ class TorchStages:
 
     def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         rows = self._gpu_rows() if batch is not None else None
-        parts = [(_slots(c), self._plans[c.number]) for c in micro_batches]
+        parts = [(_slab_rows(c), self._plans[c.number]) for c in micro_batches]
         requests = tuple(s.request.request_id for s in batch.segments) if batch is not None else ()
         requests += tuple(r for c in micro_batches for r in c.requests)
         count = (batch.num_tokens if batch is not None else 0) + sum(len(c.rows) for c in micro_batches)
@@ -147,13 +148,13 @@ class TorchStages:
         )
 
     def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]], keep: bool) -> None:
-        """post(layer) and pre(layer + 1) of all rows present in one go, then each row's results to their place."""
+        """post(layer) and pre(layer + 1) of all rows present in one go; then each row's results are stored."""
         positions = self._gather(rows, parts, lambda r: r.positions, lambda _, p: p.positions)
         if layer < 0:
             x = self.decoder.embed(torch.cat(self._gather(rows, parts, lambda r: r.tokens, lambda _, p: p.tokens)))
             q, k, v = self.decoder.pre_attention(0, x, torch.cat(positions))
         else:
-            x, q, k, v = self.tier.between(layer, *self._before_post(rows, parts), positions)
+            x, q, k, v = self.gpu_tier.post_pre(layer, *self._before_post(rows, parts), positions)
         n = 0
         if rows is not None:
             n = len(rows.tokens)
@@ -176,7 +177,7 @@ class TorchStages:
         wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
         if rows is not None:
             wanted = torch.cat([rows.sampled, wanted])
-        return self.tier.sampled(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
+        return self.gpu_tier.sampled(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
 
     def _before_post(
         self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]]
@@ -199,12 +200,12 @@ class TorchStages:
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
     def send_qkv(self, micro_batch: MicroBatch) -> Op:
-        layer, where, exchange = micro_batch.layer, _slots(micro_batch), self.exchange
+        layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
         run = lambda: exchange.send_qkv(layer, where)  # noqa: E731
         return _micro_batch_op("send q,k,v", D2H, self.cost.send_qkv(len(micro_batch.rows)), micro_batch, run)
 
     def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
-        layer, where, host = micro_batch.layer, _slots(micro_batch), self.exchange.host(micro_batch.layer)
+        layer, where, host = micro_batch.layer, _slab_rows(micro_batch), self.exchange.host(micro_batch.layer)
         plan = self._plans[micro_batch.number].attention[self.model_config.layer_windows[layer]]
         q, out = host.q[where], host.out[where]
         new = {"layer": layer, "k_new": host.k[where], "v_new": host.v[where]}
@@ -218,7 +219,7 @@ class TorchStages:
         return op
 
     def fetch_output(self, micro_batch: MicroBatch) -> Op:
-        layer, where, exchange = micro_batch.layer, _slots(micro_batch), self.exchange
+        layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
         run = lambda: exchange.fetch_output(layer, where)  # noqa: E731
         return _micro_batch_op("fetch output", H2D, self.cost.fetch_output(len(micro_batch.rows)), micro_batch, run)
 
@@ -228,17 +229,17 @@ class TorchStages:
         there, here = (np.asarray(b[:count], np.int64) for b in (blocks, request.pages.arriving))
         on_gpu, on_cpu = (there, here) if source == GPU_TIER else (here, there)
         lane = D2H if source == GPU_TIER else H2D
-        run = self.tier.move(source, on_gpu, on_cpu)
+        run = self.gpu_tier.move(source, on_gpu, on_cpu)
         return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
         blocks, start = np.asarray(segment.request.pages.cold, np.int64), segment.start
-        run = self.tier.load_kv(layer, blocks, start)
+        run = self.gpu_tier.load_kv(layer, blocks, start)
         return _segment_op("load k,v", H2D, self.cost.offload_kv(start), layer, segment, run)
 
     def offload_kv(self, layer: int, segment: Segment) -> Op:
         rows = self._gpu_rows()
-        run = self.tier.offload_kv(layer, rows, rows.chunk_of[segment.request.request_id])
+        run = self.gpu_tier.offload_kv(layer, rows, rows.chunk_of[segment.request.request_id])
         return _segment_op("offload k,v", D2H, self.cost.offload_kv(segment.num_tokens), layer, segment, run)
 
     def _sample_row(self, request: RequestLike) -> SampleRow:
@@ -249,7 +250,7 @@ class TorchStages:
         return self._rows
 
 
-def _slots(micro_batch: MicroBatch) -> slice:
+def _slab_rows(micro_batch: MicroBatch) -> slice:
     return slice(micro_batch.first_slot, micro_batch.first_slot + len(micro_batch.rows))
 
 

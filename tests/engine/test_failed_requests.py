@@ -65,15 +65,15 @@ def test_the_others_are_what_they_are_alone(llm, alone, params, why):
 def test_logits_that_are_not_finite_end_their_row_on_either_tier(tiny, share, at, monkeypatch):
     with LLM(tiny, gpu_kv_blocks=16, cpu_kv_blocks=32, cpu_fraction=share) as llm:
         want = llm.generate([[2, 3]])[0].token_ids
-        sampled = llm.stages.tier.sampled
+        sampled = llm.stages.gpu_tier.sampled
 
-        def spoiled(logits, rows, sample):
+        def spoiled(logits, rows):
             for i, row in enumerate(rows):
                 if row.num_prompt == 1 and row.position == at:  # a penalty's rows know their prompt
                     logits[i] = math.nan
-            return sampled(logits, rows, sample)
+            return sampled(logits, rows)
 
-        monkeypatch.setattr(llm.stages.tier, "sampled", spoiled)
+        monkeypatch.setattr(llm.stages.gpu_tier, "sampled", spoiled)
         outputs = llm.generate([[1], [2, 3]], [SamplingParams(repetition_penalty=1.5), SamplingParams()])
         check_alone_failed(llm, outputs, want)
         assert len(outputs[0].token_ids) == at and "have the maximum nan" in outputs[0].error

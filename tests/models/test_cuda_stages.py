@@ -244,9 +244,9 @@ def test_graphs_equal_eager_stages_and_keep_earlier_results(model, sizes):
     graphs = LinearGraphs(decoder, (4, 8), lambda run: captured.append(run) or run)
     eager = LinearGraphs(decoder, (), None)
     assert len(captured) == 2 * (model.config.shape.num_layers - 1)
-    got = graphs.between(0, *linear_parts(model, sizes))
-    graphs.between(1, *linear_parts(model, (2,)))
-    for a, b in zip(got, eager.between(0, *linear_parts(model, sizes)), strict=True):
+    got = graphs.post_pre(0, *linear_parts(model, sizes))
+    graphs.post_pre(1, *linear_parts(model, (2,)))
+    for a, b in zip(got, eager.post_pre(0, *linear_parts(model, sizes)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_a_failed_capture_falls_back_and_says_why(model):
     with pytest.warns(RuntimeWarning, match="linear stages run without CUDA graphs: operation not permitted"):
         graphs = LinearGraphs(decoder, (4,), refuse)
     assert "capturing failed" in (graphs.why_eager or "")
-    assert len(graphs.between(0, *linear_parts(model, (3,)))[0]) == 3
+    assert len(graphs.post_pre(0, *linear_parts(model, (3,)))[0]) == 3
     assert LinearGraphs(decoder, (), None).why_eager == "graphs are switched off"
 
 

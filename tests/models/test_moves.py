@@ -42,7 +42,7 @@ class HostPools:
     device = HostDevice
 
     def __init__(self, stages):
-        tier = stages.tier
+        tier = stages.gpu_tier
         self.gpu, self.cpu = [tier._pages.buffer], [tier.cpu_pages.buffer]
 
 
@@ -52,9 +52,9 @@ class CudaPools:
         return CudaDevice(runtime=FakeCuda(3))
 
     def __init__(self, stages):
-        pages = stages.tier._pages
+        pages = stages.gpu_tier._pages
         self.gpu = [t.view(torch.uint8).numpy() for t in (pages._k, pages._v, *pages._scales)]
-        self.cpu = [stages.tier.cpu_pages.buffer]
+        self.cpu = [stages.gpu_tier.cpu_pages.buffer]
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_what_a_card_sends_down_is_what_the_cpus_kernels_read(kernels, kv_dtype)
         shape = model.config.shape
         config = EngineConfig(BLOCKS, BLOCKS, PAGE, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=48)
         stages = TorchStages(model, device, config, kv_dtype)
-        tier = stages.tier
+        tier = stages.gpu_tier
         theirs = KVPages(BLOCKS, shape.num_kv_heads, shape.head_dim, PAGE, kv_dtype, num_layers=shape.num_layers)
         k, v = (torch.randn(33, shape.num_kv_heads, shape.head_dim) for _ in range(2))
         at = np.arange(33)

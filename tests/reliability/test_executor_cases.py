@@ -259,7 +259,7 @@ def test_E20_pages_are_booked_with_all_that_they_hold(open_tiny, dtype):
     alone = {"policy": "gpu_only", "cpu_fraction": None, "cpu_kv_blocks": 0}
     with open_tiny(kv_dtype=dtype, **alone) as without, open_tiny(kv_dtype=dtype, cpu_kv_blocks=81) as llm:
         used = [m.device.memory("cpu").total - m.device.memory("cpu").free for m in (without, llm)]
-        pages = llm.stages.tier.cpu_pages
+        pages = llm.stages.gpu_tier.cpu_pages
         assert used[1] - used[0] == pages.nbytes * 80 // 81  # a tier of 0 pages has one that is never used
 
 
