@@ -88,6 +88,21 @@ def test_features_match_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("feature", ["window", "cap", "alibi", "sinks"])
+def test_features_match_the_oracle_in_16_bits(
+    make_batch: Callable[..., Any], check_error: Any, plain: Any, device: torch.device, feature: str, dtype: torch.dtype
+) -> None:
+    lens = [3, 0, 200]
+    batch = make_batch(lens, 2, 64, 16, dtype)
+    q = query(3, 6, 64, dtype, device)
+    out, _ = paged_decode_attention(q, *batch.tensors(), **FEATURES[feature], split_tokens=64)
+    rows = [plain(q[i].cpu(), batch.keys(i)) if n else np.zeros(q.shape[1:]) for i, n in enumerate(lens)]
+    off = np.stack(rows) - batch.decode_truth(q)[0]  # how far plain products are off with these keys, without features
+    truth = batch.decode_truth(q, **FEATURES[feature])[0]
+    check_error(out, truth, truth + off, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 def test_int8_keeps_precision_whatever_the_size_of_the_values(
     make_batch: Callable[..., Any], device: torch.device, dtype: torch.dtype, size: float

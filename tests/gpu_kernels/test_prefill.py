@@ -63,6 +63,22 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128)])
+def test_a_window_matches_the_oracle_in_16_bits(
+    make_batch: Callable[..., Any], device: torch.device, heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    lens, starts = [97, 41], [0, 33, 66]
+    batch = make_batch(lens, 2, dim, 16, dtype)
+    q = rows(starts, heads, dim, dtype, device)
+    out, _ = prefill_attention(q, *batch.tensors()[:3], loc(starts), batch.seq_lens, window_left=40)
+    for seq in range(2):
+        here = slice(starts[seq], starts[seq + 1])
+        truth, _ = batch.prefill_truth(q[here], seq, window_left=40)
+        unit = torch.finfo(dtype).eps * max(1.0, float(np.abs(truth).max()))
+        assert np.abs(out[here].double().cpu().numpy() - truth).max() <= 4 * unit
+
+
 @pytest.mark.parametrize("store", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_match_the_oracle(
