@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,17 +13,12 @@ import numpy as np
 import torch
 
 from cpu_kernels import KVPages
-from hybridattn.core.config import EngineConfig
-from hybridattn.core.device import Device
-from hybridattn.core.errors import InputError
 from hybridattn.core.stages import Batch
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
-from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow
 
-TIER_CLASSES = {"host": "hybridattn.models.host_tier:HostTier", "cuda": "hybridattn.models.cuda_tier:CudaTier"}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -78,20 +72,3 @@ class GpuTier(Protocol):
         tokens come along, whatever they hold: nobody reads them.
         """
         ...
-
-
-def open_tier(
-    model: LoadedModel, device: Device, config: EngineConfig, kv_dtype: str, sm_scale: float, cpu_order: str = "tiles"
-) -> GpuTier:
-    """The tier that the device's kind asks for, with CPU pages in the layout ``cpu_order``.
-
-    Raises
-    ------
-    InputError
-        Weights that live elsewhere than the device, or what the tier itself refuses (dtypes, memory).
-    """
-    wanted = torch.device(getattr(device, "torch_device", "cpu"))
-    if model.weights.device != wanted:
-        raise InputError(f"weights are on {model.weights.device}, but device '{device.name}' needs them on {wanted}")
-    module, _, cls = TIER_CLASSES[getattr(device, "gpu_tier", "host")].partition(":")
-    return getattr(importlib.import_module(module), cls)(model, device, config, kv_dtype, sm_scale, cpu_order)

@@ -22,8 +22,8 @@ from hybridattn.cost.stages_cost import ModelCost, batch_attention
 from hybridattn.kv.blocks import blocks_for
 from hybridattn.kv.tables import block_table, slots
 from hybridattn.models.gpu_rows import GpuRows
-from hybridattn.models.gpu_tier import open_tier
 from hybridattn.models.load import LoadedModel
+from hybridattn.models.open_tier import open_tier
 from hybridattn.models.sampling import SampleRow
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
