@@ -41,6 +41,10 @@ class Decisions:
 
     # -- before the layers ---------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """A step begins: what stays the same at all its layers."""
+        self._at.gpu_rows, self._at.gpu_kv_tokens = self._stats.gpu_rows, self._stats.gpu_kv_tokens
+
     def dispatch(self, idle: Sequence[CpuRow], batch: Batch | None) -> list[MicroBatch]:
         """New micro-batches at layer 0, of the sizes that the policy names and the slabs have room for."""
         in_flight = self._in_flight
@@ -135,7 +139,10 @@ class Decisions:
         self._forecast.gpu_comes_to_linear(self._device.now_ns(), tokens)
         if self._apart:
             self._detour_here(self._where(layer, tokens))
-        while asks and (one := self._wanted(layer, tokens)) is not None:
+        while asks and self._device.now_ns() >= self._policy.next_detour_ns and self._look_around(layer + 1):
+            one = self._wanted(layer, tokens)
+            if one is None:
+                return
             self._detour(self._ready_beside(one))
 
     def _detour_here(self, at: LayerView) -> None:
@@ -150,8 +157,6 @@ class Decisions:
     def _wanted(self, layer: int, tokens: int) -> MicroBatch | None:
         """The micro-batch that gets a detour now, which has been waited for if it was not ready; None: none."""
         policy, in_flight = self._policy, self._in_flight
-        if self._device.now_ns() < policy.next_detour_ns or not self._look_around(layer + 1):
-            return None
         at = self._where(layer, tokens)
         number = None if policy.no_detour(at) else policy.detour(in_flight.micro_batches, at)
         if number is None:
@@ -214,9 +219,11 @@ class Decisions:
 
     def _where(self, layer: int, tokens: int) -> LayerView:
         """What the policy sees of the GPU: one object, brought up to date."""
-        at, stats, forecast = self._at, self._stats, self._forecast
+        at, forecast = self._at, self._forecast
         at.layer = layer
         at.now_ns = self._device.now_ns()
-        at.gpu_rows, at.gpu_kv_tokens, at.tokens = stats.gpu_rows, stats.gpu_kv_tokens, tokens
-        at.gpu_free_ns, at.cpu_free_ns = forecast.gpu_free_ns, forecast.cpu_free_ns
+        at.tokens = tokens
+        if forecast.predicts:
+            at.gpu_free_ns = forecast.gpu_free_ns
+            at.cpu_free_ns = forecast.cpu_free_ns
         return at

@@ -101,6 +101,7 @@ class Executor:
     def _begin(self, batch: Batch | None, view: StepView | None) -> None:
         self._stats.begin(self.device.now_ns(), batch)
         self._in_flight.begin_step()
+        self._decisions.begin()
         if view is not None:
             self.policy.begin(view)
 

@@ -46,19 +46,16 @@ class FastExecutor(Executor):
     def _stretch(self, layer: int, batch: Batch, last: int) -> tuple[int, Future | None]:
         """Pass the layers up to the next at which something may be decided, the last one at most."""
         until_ns = None
-        if self._decisions.takes_detours and self.micro_batches:
-            until_ns = self._detour_possible_ns()
+        if self._decisions.takes_detours and self._in_flight.micro_batches:
+            if self.device.poll_ns:
+                return 0, None  # polls move the clock: none may be left out
+            back_ns = min([c.future.end_ns for c in self._in_flight.micro_batches])
+            until_ns = max(back_ns, self.policy.next_detour_ns)  # from then on a detour might be taken
             if until_ns <= self.device.gpu_free_ns:
                 return 0, None  # the GPU does not even come to the next attention before that
         count = self._in_flight.next_layer(layer, last) - layer
         attention, linear = self.stages.attention(layer, batch), self.stages.linear(layer, batch, ())
         return self.device.stretch(attention, linear, count, self._ahead, self._run_ahead, self._timeout_ns, until_ns)
-
-    def _detour_possible_ns(self) -> int:
-        """From when on a detour might be taken: a micro-batch is back, and the policy wants to be asked."""
-        if self.device.poll_ns:
-            return 0  # polls move the clock: none may be left out
-        return max(min([c.future.end_ns for c in self.micro_batches]), self.policy.next_detour_ns)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

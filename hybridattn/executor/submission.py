@@ -80,7 +80,8 @@ class Submitter:
         after: tuple[Future, ...] = () if attended is None else (attended,)
         if micro_batches and layer >= 0:
             if self._forecast.predicts:
-                self._forecast.gpu_works(self._device.now_ns(), self._rows(batch, micro_batches))
+                rows = sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
+                self._forecast.gpu_works(self._device.now_ns(), rows)
             after += tuple([self._fetch_output(c) for c in micro_batches])
         future = self._device.submit(self._stages.linear(layer, batch, micro_batches), after)
         if layer == self._last:
@@ -88,9 +89,6 @@ class Submitter:
         elif micro_batches:
             self._send_qkv(micro_batches, layer + 1, future)
         return future
-
-    def _rows(self, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> int:
-        return sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
 
     # -- micro-batches -------------------------------------------------------------------------------------------------
 
