@@ -8,6 +8,7 @@ The fixed policies are among the layouts, and GPU-only always is, so it falls ba
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
@@ -59,6 +60,7 @@ class Adaptive(Delegate):
     ----------
     layout : the one in use, None before the first plan
     plans : layouts asked for so far
+    used : in how many steps each layout decided
     """
 
     name = "adaptive"
@@ -86,6 +88,7 @@ class Adaptive(Delegate):
         self.min_gain = min_gain
         self.layout: Layout | None = None
         self.plans = 0
+        self.used: Counter[Layout] = Counter()
         self.policy = policy_of(Layout("gpu_only"), costs)
         self._predict = predict if callable(predict) else None
         self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(costs, predict)
@@ -117,7 +120,14 @@ class Adaptive(Delegate):
         if load is not None and self._chooser.free(view) and self._outdated(load, view):
             self._ask(load, view)
             self._use_answer(view)
+        if self.layout is not None:
+            self.used[self.layout] += 1
         self.policy.begin(view)
+
+    def __repr__(self) -> str:
+        """What was chosen, how often, and by whom."""
+        layouts = ", ".join(f"{layout} in {steps}" for layout, steps in self.used.most_common()) or "no layout yet"
+        return f"<{self.name}: {layouts} steps; {self._chooser}>"
 
     def _outdated(self, load: Load, view: StepView) -> bool:
         """There is no plan for this load, the CPU is not what it was taken for, or the layout falls short."""

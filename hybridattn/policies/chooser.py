@@ -31,6 +31,9 @@ class Here:
         self._delay = 0
         self._pending: tuple[int, Answer] | None = None  # step from which on it is used
 
+    def __str__(self) -> str:
+        return "chosen by simulations that the step waited for"
+
     def free(self, view: StepView) -> bool:
         """A question may be asked now."""
         return self._pending is None
@@ -67,6 +70,9 @@ class Elsewhere:
         self._open: tuple[LayoutQuestion, int] | None = None  # handed on, and what answers had cost by then
         self._known: dict[LayoutQuestion, Answer] = {}
         self._rest_until_ns = 0
+
+    def __str__(self) -> str:
+        return f"chosen {self.estimated} times by closed forms, {self.recalled} from memory, {self.asked} simulated"
 
     def free(self, view: StepView) -> bool:
         """A question may be asked now. Not while GPU rows only read their prompts: the next steps are about others."""
