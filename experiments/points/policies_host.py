@@ -98,7 +98,7 @@ def point(app: App, settings: PoliciesHostSettings) -> dict[str, Any]:
         "tokens_per_s": found["output_tokens_per_s"], "first_2s_tokens_per_s": soon / (SOON_NS / 1e9),
         "tpot_gpu_tier_mean_ns": found["tpot_gpu_tier_mean_ns"],
         "tpot_cpu_tier_mean_ns": found["tpot_cpu_tier_mean_ns"],
-        "chosen": chosen if name in PLANNED else "",
+        "completed": found["completed"], "failed": found["failed"], "chosen": chosen if name in PLANNED else "",
     }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_ops_of_several_kernels():
         (lambda: LLAMA_8B.linear(-1), "rows must not be negative, got -1"),
         (lambda: LLAMA_8B.offload_kv(-2), "tokens must not be negative, got -2"),
         (lambda: LLAMA_8B.attention(0, 0), "at least one part"),
-        (lambda: ModelCost(LLAMA_8B.shape, "fp8"), "dtype 'fp8' is unknown"),
+        (lambda: ModelCost(LLAMA_8B.shape, "fp4"), "dtype 'fp4' is unknown"),
         (lambda: shape("gpt-17"), "model shape 'gpt-17' is unknown; known are smollm2-135m"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.op import CPU, GPU
 from hybridattn.core.trace import overlap_ns, violations
-from hybridattn.models import torch_stages
+from hybridattn.models import host_tier
 from hybridattn.models.load import LoadedModel, load
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=False)
@@ -98,7 +98,7 @@ def teacher(monkeypatch):
             seen[row.seed, row.position] = logits[i].float().clone()
         return [force[row.seed][row.position] for row in rows]
 
-    monkeypatch.setattr(torch_stages, "sample", forced)
+    monkeypatch.setattr(host_tier, "sample_each", forced)
     return force, seen
 
 

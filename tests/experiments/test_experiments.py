@@ -20,6 +20,7 @@ FEW = "policy=gpu_only,async_overlap"
 SHRUNK = {
     "ratio": ["hardware=t4", FEW, "settings.ratio=8,16", "settings.exposed_fraction=0.25"],
     "ratio_host": ["repeats=1", "policy=gpu_only,sync_offload", "settings.ratio=1", "settings.output_tokens=3"],
+    "policies_host": ["repeats=1", "settings.case=text-few", "policy=gpu_only,sync_offload"],
     "capacity": ["hardware=t4", FEW, "settings.demand=0.5,1,2,4"],
     "rate": ["hardware=a10", "policy=gpu_only,asymmetric", "settings.context=4000", "settings.rate_ratio=4,12"],
     "context_length": ["hardware=a10", FEW, "settings.context=4000,16000"],

@@ -299,7 +299,7 @@ def test_tab_completion_knows_the_experiments_from_any_folder(tmp_path):
     env["COMP_LINE"] = "python experiments/run.py +experiment=rati"
     argv = [sys.executable, str(file), "-sc", "query=bash"]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["+experiment=ratio", "+experiment=ratio_host"], done.stderr
+    assert done.stdout.split() == ["+experiment=ratio", "+experiment=ratio_cuda", "+experiment=ratio_host"], done.stderr
 
 
 def test_the_app_runs_from_any_folder_and_writes_there(tmp_path):
