@@ -13,7 +13,10 @@ Without GPU rows, ``n`` rows as one micro-batch, or two halves that take turns:
 
 from __future__ import annotations
 
+import warnings
+
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.table import ExtrapolationWarning
 from hybridattn.policies.layouts import Layout, hidden_rows
 from hybridattn.policies.load import Limits, Load
 
@@ -21,8 +24,15 @@ from hybridattn.policies.load import Limits, Load
 def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
     """The best of GPU-only and blocking offload of all or of fewer CPU rows; without GPU rows one or two micro-batches.
 
-    Takes well below a millisecond: a handful of prices, which the cost model remembers.
+    Takes well below a millisecond: a handful of prices, which the cost model remembers. What lies outside the measured
+    tables is extrapolated without a word: it is a guess in any case.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExtrapolationWarning)
+        return _best(load, costs, limits, min_gain)
+
+
+def _best(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
     if not load.gpu_rows:
         return alone_on_cpu(load, costs)
     alone_ns = waited_step_ns(load, 0, costs)
@@ -37,17 +47,22 @@ def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout
 
 def rate(load: Load, costs: Costs, min_gain: float = 1.0) -> float:
     """Tokens per nanosecond of the layout that ``at_once`` takes, without limits."""
-    layout = at_once(load, costs, Limits(), min_gain)
-    if layout.kind == "async_overlap":
-        return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
-    rows = layout.max_rows or 0
-    return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExtrapolationWarning)
+        layout = _best(load, costs, Limits(), min_gain)
+        if not load.gpu_rows:
+            return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
+        rows = layout.max_rows or 0
+        return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
 
 
 def alone_on_cpu(load: Load, costs: Costs) -> Layout:
-    """Nothing but CPU rows: all together, or two micro-batches, of which one attends while the other computes."""
+    """Nothing but CPU rows: all together, or two micro-batches, of which one attends while the other computes.
+
+    All together they are waited for, so that they go on at every layer when GPU rows come.
+    """
     one, two = (_alone_step_ns(load, k, costs) for k in (1, 2))
-    return Layout("async_overlap", 2 if load.cpu_rows > 1 and two < one else 1)
+    return Layout("async_overlap", 2) if load.cpu_rows > 1 and two < one else Layout("sync_offload")
 
 
 def _alone_step_ns(load: Load, micro_batches: int, costs: Costs) -> int:
