@@ -41,7 +41,8 @@ def _best(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
         step_ns = waited_step_ns(load, rows, costs)
         found = (load.gpu_rows + rows) / step_ns
         if found > rate and _keeps(limits, step_ns / alone_ns, load.cpu_rows / rows):
-            best, rate = Layout("sync_offload", max_rows=rows), found
+            bound = rows if rows < load.cpu_rows else None  # all: those that come next take part at once
+            best, rate = Layout("sync_offload", max_rows=bound), found
     return best
 
 
@@ -52,7 +53,7 @@ def rate(load: Load, costs: Costs, min_gain: float = 1.0) -> float:
         layout = _best(load, costs, Limits(), min_gain)
         if not load.gpu_rows:
             return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
-        rows = layout.max_rows or 0
+        rows = 0 if layout.kind == "gpu_only" else layout.max_rows or load.cpu_rows
         return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
 
 
