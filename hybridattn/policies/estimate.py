@@ -13,10 +13,7 @@ Without GPU rows, ``n`` rows as one micro-batch, or two halves that take turns:
 
 from __future__ import annotations
 
-import warnings
-
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.table import ExtrapolationWarning
 from hybridattn.policies.layouts import Layout, hidden_rows
 from hybridattn.policies.load import Limits, Load
 
@@ -24,37 +21,28 @@ from hybridattn.policies.load import Limits, Load
 def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
     """The best of GPU-only and blocking offload of all or of fewer CPU rows; without GPU rows one or two micro-batches.
 
-    Takes well below a millisecond: a handful of prices, which the cost model remembers. What lies outside the measured
-    tables is extrapolated without a word: it is a guess in any case.
+    Takes well below a millisecond: a handful of prices, which the cost model remembers.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExtrapolationWarning)
-        return _best(load, costs, limits, min_gain)
-
-
-def _best(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
     if not load.gpu_rows:
         return alone_on_cpu(load, costs)
     alone_ns = waited_step_ns(load, 0, costs)
-    best, rate = Layout("gpu_only"), load.gpu_rows / alone_ns * min_gain
+    best, highest = Layout("gpu_only"), load.gpu_rows / alone_ns * min_gain
     for rows in _worth_trying(load, costs):
         step_ns = waited_step_ns(load, rows, costs)
         found = (load.gpu_rows + rows) / step_ns
-        if found > rate and _keeps(limits, step_ns / alone_ns, load.cpu_rows / rows):
+        if found > highest and _keeps(limits, step_ns / alone_ns, load.cpu_rows / rows):
             bound = rows if rows < load.cpu_rows else None  # all: those that come next take part at once
-            best, rate = Layout("sync_offload", max_rows=bound), found
+            best, highest = Layout("sync_offload", max_rows=bound), found
     return best
 
 
 def rate(load: Load, costs: Costs, min_gain: float = 1.0) -> float:
     """Tokens per nanosecond of the layout that ``at_once`` takes, without limits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExtrapolationWarning)
-        layout = _best(load, costs, Limits(), min_gain)
-        if not load.gpu_rows:
-            return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
-        rows = 0 if layout.kind == "gpu_only" else layout.max_rows or load.cpu_rows
-        return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
+    layout = at_once(load, costs, Limits(), min_gain)
+    if not load.gpu_rows:
+        return load.cpu_rows / _alone_step_ns(load, layout.micro_batches, costs)
+    rows = 0 if layout.kind == "gpu_only" else layout.max_rows or load.cpu_rows
+    return (load.gpu_rows + rows) / waited_step_ns(load, rows, costs)
 
 
 def alone_on_cpu(load: Load, costs: Costs) -> Layout:
