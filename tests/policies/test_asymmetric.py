@@ -24,10 +24,10 @@ def view(idle, gpu_rows=24, context=1000, prefill=(), next_number=0):
 
 
 def test_neither_window_is_overfilled_and_both_are_filled():
-    riders, followers = Asymmetric(COSTS, choice="always").dispatch(view(400))
+    rows_0, rows_1 = Asymmetric(COSTS, choice="always").dispatch(view(400))
     ga = COSTS.attention_ns(24, 24_000)
-    window_0, window_1 = COSTS.linear_ns(followers) + ga, COSTS.linear_ns(24 + riders)
-    used_0, used_1 = COSTS.cpu_ns(riders, riders * 1000), COSTS.cpu_ns(followers, followers * 1000)
+    window_0, window_1 = COSTS.linear_ns(rows_1) + ga, COSTS.linear_ns(24 + rows_0)
+    used_0, used_1 = COSTS.cpu_ns(rows_0, rows_0 * 1000), COSTS.cpu_ns(rows_1, rows_1 * 1000)
     assert used_0 <= window_0 and used_1 <= window_1
     one = COSTS.cpu_ns(2, 2000) - COSTS.cpu_ns(1, 1000)
     assert window_0 - used_0 < 2 * one and window_1 - used_1 < 2 * one
@@ -52,13 +52,13 @@ def test_both_choices_agree_far_from_the_threshold(factor, pays):
         assert bool(Asymmetric(COSTS.corrected(factor), choice=choice).dispatch(view(400))) is pays
 
 
-def test_riders_are_waited_for_and_followers_take_a_detour_at_every_layer():
+def test_sub_batch_0_is_waited_for_and_sub_batch_1_takes_a_detour_at_every_layer():
     policy = Asymmetric(COSTS, choice="always")
     assert len(policy.dispatch(view(400, next_number=10))) == 2
     at = LayerView(3, 32, 24, 0)
-    rider, follower = (Seen(n, 5, 3, False, True) for n in (10, 11))
-    assert policy.ask(rider, at) is Decision.WAIT and policy.ask(follower, at) is Decision.DETOUR
-    assert policy.ask(rider._replace(ready=True), at) is Decision.JOIN
+    first, second = (Seen(n, 5, 3, False, True) for n in (10, 11))
+    assert policy.ask(first, at) is Decision.WAIT and policy.ask(second, at) is Decision.DETOUR
+    assert policy.ask(first._replace(ready=True), at) is Decision.JOIN
 
 
 def test_without_gpu_rows_two_micro_batches_take_turns():
