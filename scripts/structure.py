@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -80,16 +81,13 @@ def token() -> dict[str, Any]:
     """Files and functions that one more token of a GPU row and of a CPU row goes through, all threads together."""
     from hybridattn import LLM, SamplingParams  # torch, which the rest of this file does without
 
+    ours_begin = tuple(f"{ROOT / package}{os.sep}" for package in PACKAGES)  # not an environment beside them
     seen: set[tuple[str, str]] = set()
     deepest, watching = 0, False
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         nonlocal deepest
-        ours = [
-            f.f_code
-            for f in _stack(frame)
-            if f.f_code.co_filename.startswith(str(ROOT)) and f.f_code.co_name != "token"
-        ]
+        ours = [f.f_code for f in _stack(frame) if f.f_code.co_filename.startswith(ours_begin)]
         if watching and event == "call" and ours and ours[0] is frame.f_code:
             seen.add((str(Path(frame.f_code.co_filename).relative_to(ROOT)), frame.f_code.co_qualname))
             deepest = max(deepest, len(ours))
