@@ -27,6 +27,7 @@ from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow
+from hybridattn.models.warm_up import warm_up
 
 
 class CudaTier:
@@ -69,6 +70,8 @@ class CudaTier:
             self._graphs = self._open_graphs(config.max_num_seqs)
         rows = config.max_num_batched_tokens
         device.reserve(GPU_TIER, self._activation_bytes(rows, config.max_num_seqs), f"activations of {rows} rows")
+        with device.on(GPU):
+            warm_up(self, config)
         device.runtime.synchronize()  # what was made here is used by the copy streams too
 
     def _new_pages(self, num_layers: int, count: int, what: str) -> CudaPages:

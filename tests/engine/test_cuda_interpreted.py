@@ -28,4 +28,6 @@ def test_interpreted_kernels_give_the_hosts_tokens():
     assert found["moved"]["violations"] == [] and found["moved"]["moves"] >= 3
     assert found["moved"]["tokens"] == found["host"]["tokens"]
     assert [len(t) for t in found["host"]["tokens"]] == [3, 3, 4]
+    opened, late = found["late"]
+    assert opened >= 10 and late == []  # whatever a call launches was compiled when the engine opened
     assert len({t for row in found["host"]["tokens"] for t in row}) > 5

@@ -14,10 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dataclasses import replace  # noqa: E402
 
+import torch  # noqa: E402
 from fake_cuda import FakeCuda  # noqa: E402
 from quick_interpreter import patch_once  # noqa: E402
 from scaled_model import scaled  # noqa: E402
 
+from gpu_kernels.decode import plan_decode  # noqa: E402
+from gpu_kernels.launch import launch  # noqa: E402
 from hybridattn.core.config import EngineConfig  # noqa: E402
 from hybridattn.core.params import SamplingParams  # noqa: E402
 from hybridattn.core.trace import violations  # noqa: E402
@@ -49,6 +52,46 @@ def run(device, model, policy, moves: bool = False) -> dict:
     return found
 
 
+def kind_of(value, plain: bool):
+    """What Triton compiles for: dtype or type, whether 16 divides it, and whether it is 1."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, plain or value.data_ptr() % 16 == 0
+    return type(value), plain or isinstance(value, float) or (value % 16 == 0, value == 1)
+
+
+def watch_launches() -> set:
+    """What is launched from now on, as what Triton would compile."""
+    kept: set = set()
+
+    def watched(kernel, grid, config, device, *arguments):
+        options = getattr(kernel, "kwargs", {})
+        plain = {n for key in ("do_not_specialize", "do_not_specialize_on_alignment") for n in options.get(key) or ()}
+        kinds = tuple(kind_of(v, n in plain) for n, v in zip(kernel.arg_names, arguments, strict=False))
+        if 0 not in grid:
+            kept.add((kernel.fn.__name__, kinds, tuple(config.constants.items())))
+        return launch(kernel, grid, config, device, *arguments)
+
+    for name in ("decode", "prefill", "kv_cache", "merge", "fused", "cpu_layout"):
+        setattr(importlib.import_module(f"gpu_kernels.{name}"), "launch", watched)
+    return kept
+
+
+def compiled_late(model) -> list:
+    """Kernels that a call launches and the opening did not, by name. Splits are short, so that a row has several."""
+    plan_decode.__kwdefaults__["split_tokens"] = 64
+    kept, device = watch_launches(), CudaDevice(runtime=FakeCuda(4), graphs=False)
+    config = replace(CONFIG, max_model_len=80, gpu_kv_blocks=16)
+    engine = Engine(TorchStages(model, device, config, "fp32"), device, AsyncOverlap(0.5), config)
+    opened = set(kept)
+    for prompt in (70, 5, 30):
+        engine.add([3, 1, 4, 1, 5, 9, 2] * (prompt // 7) + [6], 3, SamplingParams(max_tokens=3, seed=1))
+    while engine.unfinished:
+        for event in engine.step():
+            engine.move(event.request.request_id, "cpu" if event.request.tier == "gpu" else "gpu")
+    device.close()
+    return [len(opened), sorted(str(k) for k in kept - opened)]
+
+
 if __name__ == "__main__":
     patch_once(importlib.import_module("triton.runtime.interpreter"))
     tiny = load("dummy:tiny").config
@@ -60,6 +103,7 @@ if __name__ == "__main__":
                 "host": run(HostDevice(), model, GpuOnly()),
                 "cuda": run(CudaDevice(runtime=FakeCuda(2)), model, AsyncOverlap(0.7)),
                 "moved": run(CudaDevice(runtime=FakeCuda(3)), model, AsyncOverlap(), moves=True),
+                "late": compiled_late(model),
             }
         )
     )
