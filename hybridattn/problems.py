@@ -11,6 +11,7 @@ from cpu_kernels import jit
 from cpu_kernels.topology import Topology
 from hybridattn.core.folders import CACHE_VARIABLE, cache_dir, why_unwritable
 from hybridattn.core.terminal import is_unicode
+from hybridattn.devices.cuda_presence import why_no_build, why_no_cuda
 
 # What the extra `main` brings, without which no text is generated.
 MAIN = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "psutil")
@@ -34,7 +35,9 @@ def problems(machine: Topology, before: tuple[int, ...], after: tuple[int, ...])
     machine : Topology
     before, after : cpus of the mask before torch was loaded and after
     """
-    return [*_packages(), *_mask(before, after), *_pinning(), *_few_cpus(machine), *_folders(), *_terminal()]
+    return [
+        *_packages(), *_mask(before, after), *_pinning(), *_few_cpus(machine), *_card(), *_folders(), *_terminal(),
+    ]  # fmt: skip
 
 
 def _packages() -> list[str]:
@@ -89,6 +92,12 @@ def _few_cpus(machine: Topology) -> list[str]:
     if machine.usable == 1:
         found.append("one cpu can be used, so that the lanes share it and nothing overlaps: allow two or more")
     return found
+
+
+def _card() -> list[str]:
+    if not installed("torch") or why_no_cuda() is not None or (reason := why_no_build()) is None:
+        return []
+    return [f"{reason}, so that Triton may not be able to launch its first kernel on the card: install it"]
 
 
 def _folders() -> list[str]:

@@ -1,8 +1,8 @@
 """Every kind of work of a card's tier once, before the first step: or a kernel is compiled while requests wait.
 
-Triton compiles a kernel at the first launch with arguments of a kind, for 0.4 to 1.3 s. Which kinds there are depends on
-the model, and on what comes: a sequence in several parts, a prompt of either tier, one that begins inside a page, pages
-that move. What is written here goes to the first page of each tier, before anybody has one.
+Triton compiles a kernel at the first launch with arguments of a kind, for about a second. Which kinds there are depends
+on the model, and on what comes: a sequence in several parts, a prompt of either tier, one that begins inside a page,
+pages that move. What is written here goes to the first page of each tier, before anybody has one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAMPLED = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
 _FIRST = np.zeros(1, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rehearsal:
     """A request whose pages are all the first one of its tier."""
 

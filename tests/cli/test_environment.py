@@ -176,3 +176,17 @@ def test_a_warning_is_one_sentence():
         "hybridattn: --seed has no effect at --temperature 0, the default",
         "hybridattn: top_p 0.5 has no effect at temperature 0, which takes the likeliest token",
     ]
+
+
+def test_a_card_without_what_triton_builds_with_is_a_problem(monkeypatch, tmp_path):
+    here = topology.read()
+    monkeypatch.setattr(problems_module, "why_no_cuda", lambda: None)  # a machine with a card
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    found = [p for p in problems(here, (), ()) if "Triton" in p]
+    assert len(found) == 1 and f"the C compiler {tmp_path / 'cc'} is not installed" in found[0]
+    monkeypatch.setenv("CC", sys.executable)  # anything that is there
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    found = [p for p in problems(here, (), ()) if "Triton" in p]
+    assert len(found) == 1 and f"{tmp_path / 'Python.h'} is missing" in found[0]
+    (tmp_path / "Python.h").write_text("")
+    assert not [p for p in problems(here, (), ()) if "Triton" in p]
