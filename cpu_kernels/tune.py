@@ -181,20 +181,23 @@ def search(seconds: float = 20.0, report: Report = print, pool: WorkerPool | Non
     return best, log
 
 
+def keep(seconds: float = 20.0, report: Report = print) -> Tuning:
+    """Search, and keep what was found for this processor, where it can be kept."""
+    best, log = search(seconds, report)
+    who, folder = tuning.processor(), jit.cache_dir()
+    if folder is not None and tuning.save(folder, who, best, log):
+        report(f"kept in {tuning.path_of(folder, who)}")
+    else:
+        report(f"{folder or 'a folder of this user'} cannot be written: nothing kept, the table serves")
+    return best
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cpu_kernels.tune", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="time to stop after")
     parser.add_argument("--dry-run", action="store_true", help="print what was found, keep nothing")
     args = parser.parse_args(argv)
-    best, log = search(args.seconds)
-    print(best)
-    if args.dry_run:
-        return
-    who, folder = tuning.processor(), jit.cache_dir()
-    if folder is not None and tuning.save(folder, who, best, log):
-        print(f"kept in {tuning.path_of(folder, who)}")
-    else:
-        print(f"{folder or 'a folder of this user'} cannot be written: nothing kept, the table serves")
+    print(search(args.seconds)[0] if args.dry_run else keep(args.seconds))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class DemoSettings:
     max_tokens: int = 24
     gpu_kv_blocks: int = 14
     cpu_kv_blocks: int = 40
+    page_size: int = 32
     max_num_batched_tokens: int = 256
 
     def __post_init__(self) -> None:
@@ -102,6 +103,7 @@ def _run_policy(settings: DemoSettings, policy: str, advance) -> PolicyRun:
         dtype=settings.dtype,
         gpu_kv_blocks=settings.gpu_kv_blocks,
         cpu_kv_blocks=settings.cpu_kv_blocks,
+        page_size=settings.page_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     ) as llm:
         llm.generate(settings.prompts[:1], SamplingParams(max_tokens=2))  # warm up: compiled kernels, caches

@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from cpu_kernels import backends, isa, topology
+from cpu_kernels import backends, isa, topology, tuning
 from hybridattn.core.provenance import git_commit
 from hybridattn.devices.cores import plan_cores
 from hybridattn.devices.cuda_presence import why_no_cuda
@@ -37,6 +37,8 @@ def examine() -> dict[str, Any]:
         "isa_available": list(chosen.available),
         "isa_missing": dict(chosen.missing),
         "isa_override": isa.ENVIRONMENT,
+        "page_size": tuning.best_page_size(),
+        "kernel_parameters": tuning.current()[1],
         "allowed_cpus": list(machine.allowed),
         "cgroup_quota_cpus": machine.quota,
         "physical_cores": machine.num_cores,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridattn.core.config import EngineConfig
+from hybridattn.core.config import PAGE_SIZES, EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.interrupts import interrupts_held
 from hybridattn.core.params import NoEffectWarning, SamplingParams
@@ -24,6 +24,7 @@ from hybridattn.devices.registry import open_device
 from hybridattn.engine.call import Call, Output
 from hybridattn.engine.engine import Engine
 from hybridattn.engine.session import Session
+from hybridattn.kv.storage import best_page_size
 from hybridattn.models.load import load
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
@@ -32,6 +33,7 @@ from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
 
 _IMPATIENT_S = 1.0  # for lanes to end after a second Ctrl-C
+GPU_TOKENS, CPU_TOKENS = 4096, 8192  # that the tiers hold unless told otherwise
 LATEST_SPANS = 16_384  # some 4 MB: about a hundred steps of a model with 30 layers
 
 
@@ -54,8 +56,11 @@ class LLM:
     dtype : str
         ``fp32``, ``bf16`` or, on ``cuda`` only, ``fp16`` (cards without bf16): weights, activations and, unless
         ``kv_dtype`` is given, K and V.
-    gpu_kv_blocks, cpu_kv_blocks : int
-        Pages per tier, all layers included.
+    gpu_kv_blocks, cpu_kv_blocks : int, optional
+        Pages per tier, all layers included; default: as many as hold 4,096 and 8,192 tokens.
+    page_size : int, optional
+        Tokens per page: 16, 32, 64 or 128; default: what ``hybridattn calibrate`` found best for this processor, else
+        what a table says of it.
     pause_tier : str
         Where K,V of a :meth:`session` rest between its turns: ``cpu`` or ``gpu``.
     cpu_fraction : float, optional
@@ -99,9 +104,9 @@ class LLM:
         *,
         dtype: str = "fp32",
         kv_dtype: str | None = None,
-        gpu_kv_blocks: int = 128,
-        cpu_kv_blocks: int = 256,
-        page_size: int = 32,
+        gpu_kv_blocks: int | None = None,
+        cpu_kv_blocks: int | None = None,
+        page_size: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -136,10 +141,11 @@ class LLM:
             if not hasattr(self.model, "weights"):
                 raise InputError(f"model must be a name or what hybridattn.models.load.load returned, got {model!r}")
             limit = self.model.config.shape.max_model_len
+            page = best_page_size() if page_size is None else page_size
             config = EngineConfig(
-                gpu_kv_blocks=gpu_kv_blocks,
-                cpu_kv_blocks=cpu_kv_blocks,
-                page_size=page_size,
+                gpu_kv_blocks=_blocks(gpu_kv_blocks, GPU_TOKENS, page),
+                cpu_kv_blocks=_blocks(cpu_kv_blocks, CPU_TOKENS, page),
+                page_size=page,
                 max_model_len=min(limit, 2048) if max_model_len is None else max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -156,7 +162,7 @@ class LLM:
                     self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
                 )
             self._record = bool(record)
-            self._say_what_cannot_act(cpu_kv_blocks)
+            self._say_what_cannot_act(config.cpu_kv_blocks)
             self._start_engine(config)
         except BaseException as error:
             self.close()  # or its threads would outlive a refused argument
@@ -348,6 +354,13 @@ class LLM:
 def _out_of_memory(error: BaseException) -> bool:
     """Of the host (torch's is a RuntimeError) or of a card."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _blocks(given: int | None, tokens: int, page_size: int) -> int:
+    """The pages that are asked for, else those that hold ``tokens``; `EngineConfig` refuses other page sizes."""
+    if given is None:
+        return tokens // int(page_size) if page_size in PAGE_SIZES else 0
+    return given
 
 
 def _nanoseconds(name: str, seconds: Any) -> int:

@@ -94,7 +94,8 @@ def token() -> dict[str, Any]:
 
     threading.setprofile(watch)  # the lanes are threads, which begin with the LLM
     try:
-        with LLM("dummy:tiny", policy="sync_offload", gpu_kv_blocks=1, cpu_kv_blocks=8, max_model_len=32) as llm:
+        limits = {"gpu_kv_blocks": 1, "cpu_kv_blocks": 8, "page_size": 32, "max_model_len": 32}
+        with LLM("dummy:tiny", policy="sync_offload", **limits) as llm:
             stream = llm.stream([[1, 2, 3], [4, 5, 6]], SamplingParams(max_tokens=8, ignore_eos=True))
             for _ in range(6):
                 next(stream)

@@ -18,12 +18,13 @@ from hybridattn.core.params import SamplingParams
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.executor.executor import Executor
+from hybridattn.kv.storage import best_page_size
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import SyncOffload
 
 ROWS, CONTEXTS, CHUNKS = (1, 2, 4, 8, 16), (64, 256, 512), (32, 128, 256)
 WARM = 1
-PAGE, MODEL, DTYPE = 32, "smollm2-135m", "fp32"
+MODEL, DTYPE = "smollm2-135m", "fp32"
 TIMEOUT_NS = 60_000_000_000
 Seen = tuple[Op, Any, tuple[Any, ...], int]  # op, its future, what it came after, when it was submitted
 
@@ -34,9 +35,10 @@ class Bench:
     def __init__(self, model: str = MODEL, dtype: str = DTYPE, most_rows: int = 2 * max(ROWS)) -> None:
         self.device = importlib.import_module("hybridattn.devices.host").HostDevice(record=False)
         loaded = importlib.import_module("hybridattn.models.load").load(model, dtype=dtype)
-        blocks = most_rows * (max(CONTEXTS) // PAGE + 1)
+        page = best_page_size()
+        blocks = most_rows * (max(CONTEXTS) // page + 1)
         self.config = EngineConfig(
-            blocks, blocks, PAGE, max_model_len=1024, max_num_seqs=2 * most_rows, max_num_batched_tokens=1024
+            blocks, blocks, page, max_model_len=1024, max_num_seqs=2 * most_rows, max_num_batched_tokens=1024
         )
         stages = importlib.import_module("hybridattn.models.torch_stages").TorchStages
         self.stages = stages(loaded, self.device, self.config, dtype, "native")
@@ -58,7 +60,7 @@ class Bench:
 
     def rows(self, tier: str, count: int, context: int) -> list[Request]:
         """Requests that attend to ``context`` keys each, with pages of their own."""
-        pages = -(-context // PAGE)
+        pages = -(-context // self.config.page_size)
         made = []
         for i in range(count):
             request = Request(f"{tier}{i}", i, [1] * context, 1 << 20, SamplingParams(max_tokens=1 << 20), 0)

@@ -1,5 +1,8 @@
 """``hybridattn calibrate``: measure this machine and write its profile; ``--check`` measures a few points again.
 
+First, in at most 20 s, what suits the CPU kernels here (``python -m cpu_kernels.tune``): the profile is that of engines
+with the page size found.
+
 A real model runs real steps on the `host` device with chosen numbers of rows and keys: no prompts are read, the pages
 hold zeros, which take as long to attend to as anything else. Every op says what work it was (the same works that the
 simulator prices), so each becomes a sample of the profile's tables.
@@ -13,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cpu_kernels.tune import keep as keep_tuning
 from hybridattn.calibration.bench import DTYPE, MODEL, Bench
 from hybridattn.calibration.measure import calibrate, check
 from hybridattn.core.errors import InputError
@@ -38,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     why = None if args.check else why_unwritable(path.parent)
     if why is not None:  # said before minutes of measuring
         raise InputError(f"the profile cannot be written: {why}; name another file with --profile")
+    if not args.check:
+        keep_tuning(report=_say)
     with Bench(args.model, args.dtype) as bench:
         if args.check:
             profile = load_profile(path)
@@ -45,9 +51,13 @@ def run(args: argparse.Namespace) -> int:
                 error = predicted / measured - 1
                 print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})")
             return 0
-        profile = calibrate(bench, lambda text: print(f"calibrate: {text}", file=sys.stderr))
+        profile = calibrate(bench, _say)
     save_profile(profile, path)
     for key, error in profile.held_out_error.items():
         print(f"{key:34} held-out error {error:.0%}")
     print(f"wrote {path} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"calibrate: {text}", file=sys.stderr)

@@ -49,12 +49,12 @@ def _add_engine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--kv-dtype", help="dtype of K and V, default as --dtype")
     p.add_argument("--cpu-fraction", type=float, metavar="F", help="force this share of requests onto the CPU tier")
     p.add_argument(
-        "--gpu-kv-blocks", type=int, default=128, metavar="N", help="pages of the GPU tier (default %(default)s)"
+        "--gpu-kv-blocks", type=int, metavar="N", help="pages of the GPU tier (default: those of 4,096 tokens)"
     )
     p.add_argument(
-        "--cpu-kv-blocks", type=int, default=256, metavar="N", help="pages of the CPU tier (default %(default)s)"
+        "--cpu-kv-blocks", type=int, metavar="N", help="pages of the CPU tier (default: those of 8,192 tokens)"
     )
-    p.add_argument("--page-size", type=int, default=32, metavar="N", help="tokens per page (default %(default)s)")
+    p.add_argument("--page-size", type=int, metavar="N", help="tokens per page (default: what `doctor` says is best)")
     p.add_argument("--max-model-len", type=int, metavar="N", help="prompt + output tokens of a request")
     p.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests at a time (default %(default)s)")
     p.add_argument(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from cpu_kernels import KVPages
+from cpu_kernels import KVPages, tuning
 from cpu_kernels.layout import Layout
 from hybridattn.core.device import Device
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import CPU_TIER, TIERS
+
+
+def best_page_size() -> int:
+    """Tokens of a page that an engine has unless told otherwise: what suits this processor best, as far as is known."""
+    return tuning.best_page_size()
 
 
 def open_pages(

@@ -38,7 +38,7 @@ def call(capsys, *argv):
         (["x", "--trace", "no/such/folder/t.json"], "--trace: the folder no/such/folder does not exist"),
         (["word " * 400, "--max-model-len", "100"], "leaves no room for an output token within max_model_len 100"),
         (
-            ["x", "--gpu-kv-blocks", "1", "--cpu-kv-blocks", "1"],
+            ["x", "--gpu-kv-blocks", "1", "--cpu-kv-blocks", "1", "--page-size", "32"],
             "needs 2 blocks of 32 tokens .*gpu tier has 1 and the cpu",
         ),
     ],

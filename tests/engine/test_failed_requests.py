@@ -29,7 +29,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    with LLM(tiny, gpu_kv_blocks=16, cpu_kv_blocks=32, cpu_fraction=0.5, record=False) as llm:
+    with LLM(tiny, gpu_kv_blocks=16, cpu_kv_blocks=32, page_size=32, cpu_fraction=0.5, record=False) as llm:
         yield llm
 
 
@@ -63,7 +63,7 @@ def test_the_others_are_what_they_are_alone(llm, alone, params, why):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("at", [0, 3])
 def test_logits_that_are_not_finite_end_their_row_on_either_tier(tiny, share, at, monkeypatch):
-    with LLM(tiny, gpu_kv_blocks=16, cpu_kv_blocks=32, cpu_fraction=share) as llm:
+    with LLM(tiny, gpu_kv_blocks=16, cpu_kv_blocks=32, page_size=32, cpu_fraction=share) as llm:
         want = llm.generate([[2, 3]])[0].token_ids
         sampled = llm.stages.gpu_tier.sampled
 

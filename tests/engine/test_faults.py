@@ -12,7 +12,7 @@ import pytest
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.errors import CapacityError, DeviceError, InputError, StallError
 
-OPTIONS = {"gpu_kv_blocks": 8, "cpu_kv_blocks": 8, "cpu_fraction": 0.5}
+OPTIONS = {"gpu_kv_blocks": 8, "cpu_kv_blocks": 8, "page_size": 32, "cpu_fraction": 0.5}
 PROMPTS = ["The capital of France is", "1, 2, 3,"]
 
 
@@ -220,7 +220,7 @@ def test_E16_max_tokens_is_cut_to_the_room_that_is_left(tiny, prompt, asked, got
         ({"dtype": "fp16"}, "dtype must be fp32 or bf16 on device 'host', got 'fp16'"),
         ({"max_model_len": 10**9}, "max_model_len 1000000000 exceeds the"),
         (
-            {"gpu_kv_blocks": 10**9},
+            {"gpu_kv_blocks": 10**9, "page_size": 32},
             "KV pool of 1000000000 blocks of 32 tokens needs .* bytes of the gpu tier, but .* are free",
         ),
     ],

@@ -29,8 +29,8 @@ def test_tokens_are_the_same_under_every_policy(device, model, count, tokens):
         pytest.skip(f"needs a CUDA device: {why_no_cuda()}")
     want = None
     for policy, fraction in CASES:
-        with LLM(model, device, policy, cpu_fraction=fraction, gpu_kv_blocks=80, cpu_kv_blocks=80, max_num_seqs=16,
-                 max_num_batched_tokens=128, record=False) as llm:  # fmt: skip
+        with LLM(model, device, policy, cpu_fraction=fraction, gpu_kv_blocks=80, cpu_kv_blocks=80, page_size=32,
+                 max_num_seqs=16, max_num_batched_tokens=128, record=False) as llm:  # fmt: skip
             vocab = llm.model.config.shape.vocab_size
             prompts = [[(31 * i + 17 * j * j + j) % vocab for j in range(n)] for i, n in enumerate(LENGTHS[-count:])]
             got = [o.token_ids for o in llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))]

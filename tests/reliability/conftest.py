@@ -156,7 +156,7 @@ def tiny() -> Any:
 @pytest.fixture
 def open_tiny(tiny: Any) -> Callable[..., LLM]:
     def make(**options: Any) -> LLM:
-        return LLM(tiny, **{"gpu_kv_blocks": 8, "cpu_kv_blocks": 8, "cpu_fraction": 0.5, **options})
+        return LLM(tiny, **{"gpu_kv_blocks": 8, "cpu_kv_blocks": 8, "page_size": 32, "cpu_fraction": 0.5, **options})
 
     return make
 

@@ -303,7 +303,7 @@ def test_params_of_another_kind_or_number_are_refused(shared_tiny, params):
 def shared_tiny(tiny):
     from hybridattn import LLM
 
-    with LLM(tiny, gpu_kv_blocks=64, cpu_kv_blocks=8) as llm:
+    with LLM(tiny, gpu_kv_blocks=64, cpu_kv_blocks=8, page_size=32) as llm:
         yield llm
 
 

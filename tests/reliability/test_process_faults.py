@@ -28,7 +28,8 @@ from hybridattn.models.load import load
 signal.signal(signal.SIGINT, signal.default_int_handler)
 model = load("dummy:tiny")
 def opened(**options):
-    return LLM(model, gpu_kv_blocks=24, cpu_kv_blocks=24, cpu_fraction=0.5, policy="async_overlap", **options)
+    limits = {"gpu_kv_blocks": 24, "cpu_kv_blocks": 24, "page_size": 32}
+    return LLM(model, cpu_fraction=0.5, policy="async_overlap", **limits, **options)
 """
 ENDLESS = "SamplingParams(max_tokens=600, ignore_eos=True)"
 
