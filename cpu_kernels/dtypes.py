@@ -54,6 +54,9 @@ class KVDtype:
     bytes_dot: ClassVar[bool] = False
     pairs_order: ClassVar[tuple[int, ...]] = ()
     stored_as: ClassVar[Code | None] = Code.FP32  # rows of this type are stored as they are, but for `quiet`
+    bf16_peaks: ClassVar[tuple[int, int] | None] = (
+        None  # bits of the largest |x| of rows for which `narrow_bf16` serves
+    )
 
     # ------------------------------------------------------------------ in NumPy
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
@@ -87,6 +90,10 @@ class KVDtype:
     def narrow(self, x: Value, factor: Value | None, level: str) -> Value:
         """Stored elements of float lanes, rounded to nearest even."""
         return x
+
+    def narrow_bf16(self, x: Value, scale: Value) -> Value:
+        """The same of bf16 bits ``<n x i16>``, without the way over floats (asked for where `bf16_peaks` is set)."""
+        raise NotImplementedError(f"{self.name} has no short way from bf16")
 
     def quiet(self, stored: Value) -> Value:
         """What rows of type `stored_as` become: their NaNs are quiet."""
@@ -228,7 +235,7 @@ class Fp8(KVDtype):
 
     name, element_bytes, per_lane, element = "fp8", 1, 4, np.uint8
     limit, pairs_order = 448.0, (0, 2, 1, 3)
-    kind, stored_as = I8, None
+    kind, stored_as, bf16_peaks = I8, None, (0x0A80, 0x7F60)  # 2**-106 to 448 * 2**119
 
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
         peak = np.minimum(np.fmax.reduce(np.abs(x), -1, initial=0), np.float32(LARGEST))
@@ -253,6 +260,9 @@ class Fp8(KVDtype):
     def narrow(self, x: Value, factor: Value | None, level: str) -> Value:
         assert factor is not None
         return convert.f32_to_e4m3(x * factor.splat(lanes_of(x.kind)))
+
+    def narrow_bf16(self, x: Value, scale: Value) -> Value:
+        return convert.bf16_to_e4m3(x, scale)
 
     def widen(self, stored: Value, level: str) -> Value:
         return convert.e4m3_to_f32(stored.cast("zext", vec(lanes_of(stored.kind), I32)))

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function, Module
+from cpu_kernels.codegen.fields import Code
 from cpu_kernels.codegen.tiles import V16F, element_shift, load_as_f32, store_from_f32
 from cpu_kernels.codegen.values import F32, I1, I16, I32, I64, PTR, Value, vec
 from cpu_kernels.layout import LANES, Layout
+
+WIDE = ("amx_bf16", "avx512_bf16", "avx512")  # with 512-bit vectors of 16-bit lanes
 
 
 class RowCodec:
@@ -58,6 +61,34 @@ class RowCodec:
     # ------------------------------------------------------------------ conversion of a row
     def _narrow(self, source: Value, code: Value, row: Value, scale_at: Value) -> None:
         """Convert the plain row at `source` (run-time type `code`) to stored elements at `row`, and store its scale."""
+        f, kind = self.f, self.kind
+        if kind.bf16_peaks is None or self.level not in WIDE:
+            self._narrow_any(source, code, row, scale_at)
+            return
+        done = f.var(I1, 0)
+        with f.when(code.eq(int(Code.BF16))):
+            done.set(self._narrow_bf16(source, row, scale_at, *kind.bf16_peaks))
+        with f.when(done.get().eq(0)):
+            self._narrow_any(source, code, row, scale_at)
+
+    def _narrow_bf16(self, source: Value, row: Value, scale_at: Value, least: int, most: int) -> Value:
+        """Convert a row of bf16 by 16-bit arithmetic if its largest magnitude lies in a range; return whether."""
+        f, kind, dim = self.f, self.kind, self.layout.head_dim
+        lanes = 2 * LANES if dim % (2 * LANES) == 0 else LANES
+        bits = vec(lanes, I16)
+        peaks = f.var(bits, 0)
+        with f.loop(0, dim, lanes) as d:
+            peaks.set(f.call(bits, f"llvm.umax.v{lanes}i16", f.load(bits, source, d * 2) & 0x7FFF, peaks.get()))
+        peak = f.call(I16, f"llvm.vector.reduce.umax.v{lanes}i16", peaks.get())
+        fits = (peak >= least) & (peak <= most)
+        with f.when(fits):
+            scale = kind.scale((peak.cast("zext", I32) << 16).bits(F32))
+            f.store(scale, scale_at)
+            with f.loop(0, dim, lanes) as d:
+                f.store(kind.narrow_bf16(f.load(bits, source, d * 2), scale), row, d * kind.element_bytes)
+        return fits
+
+    def _narrow_any(self, source: Value, code: Value, row: Value, scale_at: Value) -> None:
         f, kind, dim, shift = self.f, self.kind, self.layout.head_dim, element_shift(code)
         factor = None
         if kind.limit:

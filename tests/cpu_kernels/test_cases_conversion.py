@@ -135,6 +135,39 @@ def test_fp8_agrees_with_torch() -> None:
     assert np.array_equal(torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), dtypes.to_e4m3(x))
 
 
+@pytest.mark.parametrize("dim", [16, 64])  # vectors of 16 and of 32 on the way that bf16 takes
+def test_fp8_of_every_bf16(level: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 65,536 under scale 1 as far as 448; all of them in rows of their size; and values of every size below peaks.
+
+    Infinities, NaN and subnormals are among them, and rows whose scale is the smallest and the largest there is.
+    """
+    monkeypatch.setenv("CPU_KERNELS_ISA", level)
+    kind, rng = dtypes.kind_of("fp8"), np.random.default_rng(0)
+    every = np.arange(65536, dtype=np.uint16)
+    inside = np.resize(every[(every & 0x7FFF) <= 0x43E0], (-(-34754 // (dim - 1)), dim - 1))
+    peaks = rng.integers(0, 0x7F81, (2000, 1))
+    below = np.maximum(peaks - rng.integers(0, 0xC00, (2000, dim)), 0) | rng.integers(0, 2, (2000, dim)) << 15
+    below[:, :1] = peaks
+    rows = np.concatenate(
+        [
+            np.pad(inside, ((0, 0), (0, 1)), constant_values=0x43E0),
+            every[np.argsort(every & 0x7FFF, kind="stable")].reshape(-1, dim),
+            below.astype(np.uint16),
+        ]
+    )
+    pages = ck.KVPages(-(-len(rows) // 128), 1, dim, 128, "fp8", huge_pages=False)
+    ck.append_kv(pages, 0, rows[:, None], rows[::-1, None], np.arange(len(rows)))
+    wide = ck.from_bf16(rows)
+    with np.errstate(invalid="ignore"):
+        scales = kind.scales_of(wide)
+        want = kind.decode(kind.encode(wide, scales), scales)
+    for got, meant in zip(ck.unpack(pages, 0, np.arange(pages.num_pages)), (want, want[::-1]), strict=True):
+        found = got.reshape(-1, dim)[: len(rows)]
+        assert np.array_equal(found, meant, equal_nan=True)
+        numbers = ~np.isnan(meant)
+        assert np.array_equal(np.signbit(found)[numbers], np.signbit(meant)[numbers])
+
+
 def test_fp8_every_code_reads_back_and_multiplies_exactly(problem: Any, level: str) -> None:
     """All 256 codes as V under a weight of one: subnormals are numbers on every level, NaN stays where it is."""
     pages = ck.KVPages(1, 1, 256, 16, "fp8", huge_pages=False)
