@@ -16,8 +16,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.results import ResultFolder
 from experiments.wording import among, key_of, literal
+from hybridattn.analysis.results import ResultFolder
 
 FILE = "also.json"  # name of a companion -> its folder, relative to that of the first sweep
 SHARED = ("results_root", "paths", "tracker", "fail_fast", "debug", "local", "hydra.searchpath")

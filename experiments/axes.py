@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +23,35 @@ NEVER_SWEPT = ("experiment", "tracker", "paths", "resume", "results_root", "repe
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """``fixed`` overrides go into every point; ``values`` are, per axis, the overrides that tell its points apart."""
+    """``fixed`` overrides go into every point; ``values`` are, per axis, the overrides that tell its points apart.
+
+    ``foreign`` : policies with the axes that they have no option for. A point of such a policy is there once, without
+        the option: ``policy=gpu_only,async_overlap policy.options.max_wait_us=0,500`` has three points.
+    """
 
     fixed: tuple[str, ...]
     values: Mapping[str, tuple[str, ...]]
+    foreign: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def points(self) -> list[tuple[str, ...]]:
         """Own overrides of every point."""
-        return list(itertools.product(*self.values.values()))
+        return self._own(
+            dict(zip(self.values, point, strict=True)) for point in itertools.product(*self.values.values())
+        )
 
     @property
     def probes(self) -> list[tuple[str, ...]]:
-        """Points among which every value of every axis occurs once."""
+        """Points among which every value of every axis occurs, options beside every policy that has them."""
         first = {key: values[0] for key, values in self.values.items()}
         more = [{**first, key: value} for key, values in self.values.items() for value in values]
-        return list(dict.fromkeys(tuple(point.values()) for point in [first, *more]))
+        options = [(key, value) for key in self.values if is_option(key) for value in self.values[key]]
+        more += [{**first, "policy": p, key: value} for p in self.values.get("policy", ()) for key, value in options]
+        return self._own([first, *more])
+
+    def _own(self, points: Iterable[Mapping[str, str]]) -> list[tuple[str, ...]]:
+        found = (tuple(v for k, v in p.items() if (p.get("policy", ""), k) not in self.foreign) for p in points)
+        return list(dict.fromkeys(found))
 
 
 def expand(params: Mapping[str, Any], arguments: Sequence[str], repeats: int) -> Axes:
@@ -64,9 +77,17 @@ def expand(params: Mapping[str, Any], arguments: Sequence[str], repeats: int) ->
         elif mine.is_sweep_override():
             found[str(key)] = _values(mine)
     names = {key_of(key) for key in params}
-    swept = [o for o in given if o.is_sweep_override() and key_of(o.input_line or "") not in names]
-    found |= {o.get_key_element(): _values(o) for o in swept}
-    return Axes(tuple(o.input_line or "" for o in given if not o.is_sweep_override()), found)
+    many = len(found.get("policy", ())) > 1 or any(
+        o.is_sweep_override() for key, o in by_key.items() if key == "policy"
+    )
+    own = [o for o in given if o.is_sweep_override() or (many and is_option(o.get_key_element()))]
+    found |= {o.get_key_element(): _values(o) for o in own if key_of(o.input_line or "") not in names}
+    return Axes(tuple(o.input_line or "" for o in given if o not in own), found)
+
+
+def is_option(key: str) -> bool:
+    """Whether an axis is an option of policies."""
+    return key_of(key).startswith("policy.options.")
 
 
 def _values(override: Override) -> tuple[str, ...]:

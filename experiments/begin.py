@@ -11,19 +11,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.also import remember
 from experiments.composed import difference
-from experiments.results import ResultFolder, check_name
 from experiments.wording import among, literal
+from hybridattn.analysis.results import ResultFolder, check_name
 from hybridattn.core.errors import InputError
 from hybridattn.core.provenance import git_commit
 
 
-def begin(
-    config: DictConfig, points: Sequence[str] = (), own: int = 0, composed: Mapping[str, Any] | None = None
-) -> ResultFolder:
+def begin(config: DictConfig, points: Sequence[str] = (), composed: Mapping[str, Any] | None = None) -> ResultFolder:
     """The folder, with ``sweep.json`` in it; hydra's own configuration says from now on where it is.
 
     points : ids of all points, where the sweeper knows them
-    own : how many of a job's overrides are the point's own; they come last
     composed : plain values of the points that were composed to check them, by id
     """
     config_name = check_name(str(config.name))
@@ -39,7 +36,7 @@ def begin(
         if composed is not None:
             folder.write_json("composed.json", composed)
         task = list(config.hydra.overrides.task)
-        document = {"name": config_name, "overrides": task, "points": list(points), "own": own}
+        document = {"name": config_name, "overrides": task, "points": list(points)}
         chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": _command(config)}
         if config.point:
             folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit()})

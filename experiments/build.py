@@ -67,12 +67,17 @@ def kv_room(app: App) -> tuple[int, int]:
 
 def policy_of(app: App, costs: Costs | None = None) -> Policy:
     """The policy of ``policy``: its ``_target_`` is a name of the registry or an import path."""
-    target = app.policy._target_
-    if target not in POLICIES:
-        module, _, name = target.rpartition(".")
-        target = f"{module}:{name}"
+    target = import_path(app.policy._target_)
     predict = by_simulation() if costs is not None else None  # for the policies that plan
     return make_policy(target, costs, predict, **{k: v for k, v in app.policy.options.items() if v is not None})
+
+
+def import_path(target: str) -> str:
+    """``_target_`` of a policy as the registry takes it: a name, or ``module:Class``."""
+    if target in POLICIES:
+        return target
+    module, _, name = target.rpartition(".")
+    return f"{module}:{name}"
 
 
 def sim_device(app: App, pricing: Pricing, record: bool = False) -> SimDevice:

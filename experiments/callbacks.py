@@ -17,8 +17,8 @@ from experiments.composed import check, check_chosen
 from experiments.ended import INTERRUPTED, Ended, say
 from experiments.findings import failure_lines
 from experiments.finish import finish
-from experiments.results import ResultFolder
 from experiments.track import track
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 POINTS = "hydra_plugins.hybridattn_points.PointSweeper"  # the sweeper that knows all points before it runs one

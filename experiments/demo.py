@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.results import ResultFolder
 from experiments.settings import experiment
 from hybridattn import LLM, Output, SamplingParams
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.analysis.timeline import busiest_window, draw_timeline
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import DeviceError, InputError

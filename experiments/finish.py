@@ -12,11 +12,11 @@ from rich.console import Console
 
 from experiments.findings import panel_lines, verdict_lines
 from experiments.published import published_lines
-from experiments.results import ResultFolder
 from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing, crossover
 from hybridattn.analysis.figure import draw_sweep
-from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
+from hybridattn.analysis.results import ResultFolder
+from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of, without_copies
 from hybridattn.core.errors import InputError
 
 
@@ -27,12 +27,12 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     rows = folder.rows()
     write_parquet(rows, folder.path / "rows.parquet")
     question = question_of(config.analysis)
-    rows, same = without_copies(rows)
+    every, rows = rows, without_copies(rows)
     panels = panels_of(rows, question) if question else []
     found = {p.label: _crossings(p, question) for p in panels} if question else {}
-    folder.write_json("summary.json", summary(folder.rows(), question, panels, found))
+    folder.write_json("summary.json", summary(every, question, panels, found))
     own, trouble = [], None
-    if same:
+    if same := len(every) - len(rows):
         again = "a repeat draws nothing anew here, so each of these points counts once"
         console.print(f"{same} repeats of simulated points are copies of the first: {again}", highlight=False)
     try:
@@ -52,21 +52,6 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
         console.print("\n  ".join([head, *lines, *own]), highlight=False, soft_wrap=True, markup=False)
     if trouble is not None:
         raise trouble
-
-
-OF_A_RUN = ("point_id", "point", "repeat", "seed", "took_s")  # columns in which copies differ
-
-
-def without_copies(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Rows without those simulated repeats that equal another row in everything, and how many those were."""
-    seen: set[str] = set()
-    kept = []
-    for row in rows:
-        what = repr(sorted((k, v) for k, v in row.items() if k not in OF_A_RUN))
-        if row.get("kind") != "simulated" or row.get("status") != "ok" or not row.get("repeat") or what not in seen:
-            kept.append(row)
-        seen.add(what)
-    return kept, len(rows) - len(kept)
 
 
 def _draw(

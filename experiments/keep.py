@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.results import ResultFolder
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 # Where and how it ran, which is nothing to repeat.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import OWN, SHARED
 from experiments.composed import OUTSIDE, app_of
-from experiments.results import ResultFolder, finite
 from experiments.schema import App
 from experiments.settings import find
 from experiments.wording import among, key_of
+from hybridattn.analysis.results import ResultFolder, finite
 from hybridattn.core.errors import InputError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -37,7 +37,7 @@ def run_job(config: DictConfig) -> float | None:
         return None
     sweep = folder.read_json("sweep.json")
     overrides = list(hydra.overrides.task)
-    point_id = " ".join(overrides[len(overrides) - sweep["own"] :] if sweep["points"] else told_apart(overrides))
+    point_id = own_id(overrides, sweep["points"]) if sweep["points"] else " ".join(told_apart(overrides))
     number = sweep["points"].index(point_id) if sweep["points"] else 0 if single else hydra.job.num
     (folder.path / "points" / f"{number}.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     launcher = hydra.runtime.choices["hydra/launcher"]
@@ -53,6 +53,11 @@ def run_job(config: DictConfig) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
+def own_id(overrides: Sequence[str], points: Sequence[str]) -> str:
+    """The id among ``points`` that a job's overrides end with, the longest one: what is the point's own comes last."""
+    return next(own for i in range(len(overrides) + 1) if (own := " ".join(overrides[i:])) in points)
+
+
 def told_apart(overrides: Iterable[str]) -> list[str]:
     """Overrides that say what a job of another sweeper runs, not where or how."""
     return [o for o in overrides if not among(o, SHARED + OWN)]
@@ -60,15 +65,18 @@ def told_apart(overrides: Iterable[str]) -> list[str]:
 
 def coordinates(config: DictConfig, keys: Iterable[str]) -> dict[str, Any]:
     """Values of swept keys as columns, as they were composed: ``workload.options.arrivals.rate_per_s`` is
-    ``rate_per_s``.
+    ``rate_per_s`` (``arrivals.rate_per_s`` where another key has that name). Lists and mappings are text.
 
     A choice of a group (``hardware=t4``) is none: its label is a column already.
     """
-    found = {}
-    for key in (key.lstrip("+") for key in keys):
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key.lstrip("+") for key in keys):
         value = OmegaConf.select(config, key) if "." in key and not among(key, OUTSIDE + ("paths", "hydra")) else None
-        if value is not None and isinstance(value, PLAIN):
-            found[key.rsplit(".", 1)[1]] = value
+        if value is not None:
+            parts = key.split(".")
+            found[".".join(parts[-2:]) if parts[-1] in found else parts[-1]] = (
+                value if isinstance(value, PLAIN) else str(OmegaConf.to_container(value))
+            )
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.results import ResultFolder
+from hybridattn.analysis.results import ResultFolder
 
 COMPOSE_S = 0.2  # to compose the configuration of a point
 

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import folders as companion_folders
 from experiments.findings import failures
-from experiments.finish import further_questions, question_of, without_copies
-from experiments.results import ResultFolder
-from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of
+from experiments.finish import further_questions, question_of
+from hybridattn.analysis.results import ResultFolder
+from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of, without_copies
 from hybridattn.core.errors import InputError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -81,7 +81,7 @@ def part_of(folder: ResultFolder) -> Part:
     """What the page says of one sweep."""
     rows, config = folder.rows(), _configuration(folder)
     question = question_of(config.analysis)
-    panels = panels_of(without_copies(rows)[0], question) if question is not None else []
+    panels = panels_of(without_copies(rows), question) if question is not None else []
     found = _json(folder, "crossovers.json", {}) if question is not None else {}
     bad = [r for r in rows if r.get("status") == "failed"]
     return Part(

@@ -7,9 +7,11 @@ watcher thread        reads rows.jsonl, moves the progress bar
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from hydra.core.plugins import Plugins
@@ -21,14 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.also import command_line, companions, left_out
-from experiments.axes import Axes, expand
+from experiments.axes import Axes, expand, is_option
 from experiments.begin import begin
+from experiments.build import import_path
 from experiments.composed import check, check_chosen, plain_values
 from experiments.ended import say
 from experiments.projection import duration, seconds_per_point, workers
-from experiments.results import ResultFolder
-from experiments.wording import sentence
+from experiments.wording import key_of, sentence
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
+from hybridattn.policies.registry import policy_class
 
 WATCH_S = 0.2
 
@@ -56,11 +60,11 @@ class Sweep:
         check_chosen(config)  # its settings alone need not fit: the axes say the rest
         if config.runner:
             raise InputError(f"{config.name} is no sweep: it runs once, without --multirun and with one value per key")
-        axes = expand(self.params, arguments, config.repeats)
+        axes = self._fitting(config, expand(self.params, arguments, config.repeats))
         composed = self._composed(config, axes)
         announced = self._announced()
         ids = [" ".join(point) for point in axes.points]
-        folder = begin(config, ids, len(axes.values), composed)
+        folder = begin(config, ids, composed)
         say(*announced) if announced else None
         done = {r["point_id"] for r in folder.rows() if r.get("status") == "ok"}
         left = [point for point, key in zip(axes.points, ids, strict=True) if key not in done]
@@ -71,6 +75,19 @@ class Sweep:
             return self._launch(folder, [[*axes.fixed, *point] for point in left])
 
     # -- before anything runs ----------------------------------------------------------------------------------------
+
+    def _fitting(self, config: DictConfig, axes: Axes) -> Axes:
+        """``axes`` with the options that some policies of the sweep have and others lack."""
+        options = [key for key in axes.values if is_option(key)]
+        if not options:
+            return axes
+        lack = set()
+        for policy in axes.values.get("policy", ()):
+            point = self._compose_point(config, [*axes.fixed, policy])
+            known = inspect.signature(policy_class(import_path(point.policy._target_))).parameters
+            lack |= {(policy, key) for key in options if key_of(key).split(".")[2] not in known}
+        nobody = {key for key in options if all((p, key) in lack for p in axes.values.get("policy", ()))}
+        return replace(axes, foreign=frozenset(pair for pair in lack if pair[1] not in nobody))
 
     def _composed(self, config: DictConfig, axes: Axes) -> dict[str, Any]:
         """Plain values of the points among which every value occurs, each composed and checked."""

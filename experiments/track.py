@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.results import ResultFolder
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 NAMES = ("none", "wandb")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import wandb
 
-from experiments.results import ResultFolder
+from hybridattn.analysis.results import ResultFolder
 
 STATE = "wandb.json"
 

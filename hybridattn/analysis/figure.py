@@ -81,7 +81,7 @@ def draw_sweep(
 
 
 def _draw_panel(axes: Axes, panel: Panel, question: Question, found: Crossing | None, lines: Sequence[Line]) -> None:
-    base = panel.find(question.baseline) if question.relative else None
+    base = question.base(panel)
     others = list(OTHERS)
     for series in panel.series:
         colour, marker = STYLES.get(series.name) or (others.pop(0) if others else "#999999", "o")
@@ -112,10 +112,10 @@ def _label(axes: Axes, panel: Panel, question: Question, found: Crossing | None)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if question.log_y:
         axes.set_yscale("log")
-    if question.relative:
+    if question.base(panel):
         axes.axhline(1.0, color="#000000", linewidth=0.6)
     axes.set_xlabel(question.x_label or question.x)
-    label = question.y_label or question.y
+    label = question.shown(panel)
     if label.endswith("[ns]"):  # billions would need a factor in the corner, under the title
         label = label.removesuffix("[ns]") + "[ms]"
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.6g}")

@@ -1,10 +1,14 @@
 """Rows of a sweep as panels of series: what figures and crossovers are made of.
 
 rows -> one panel for each value of the panel columns -> one series for each policy -> samples at each x
+
+Samples at one x are repeats of one setting. A swept key that the question does not name, but in which rows of one point
+of a curve would differ, tells them apart: an option of a policy makes a series for each value, any other key a panel.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -14,6 +18,9 @@ from hybridattn.core.errors import InputError
 
 Row = Mapping[str, Any]
 MANY = 3  # more profiles than this are not all named in a title
+KEY = re.compile(r"(?:^| )[+~]*([A-Za-z_][\w./]*)=")  # of an override in the id of a point
+REPEATS = ("repeat", "seed")  # rows that differ in these alone are draws of one setting
+OF_A_RUN = ("point_id", "point", "took_s", *REPEATS)  # columns in which copies differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +63,27 @@ class Question:
         if self.relative and not self.baseline:
             raise InputError("a relative question needs a baseline")
 
+    def shown(self, panel: Panel) -> str:
+        """What the y axis of ``panel`` shows: y, or y over that of the baseline where the panel has one."""
+        label = self.y_label or self.y
+        return f"{label.partition(' [')[0]} / {self.baseline}" if self.base(panel) else label
+
+    def base(self, panel: Panel) -> Series | None:
+        """The series that the others are divided by; None where they are shown as they are."""
+        return panel.find(self.baseline) if self.relative else None
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Samples at each x, repeats in their order."""
+    """Samples at each x, repeats in their order.
+
+    ``alone`` : where no row was on the CPU tier. Two series that are alone at an x ran the same ops there, so that
+    whatever tells them apart is noise.
+    """
 
     name: str
     samples: Mapping[float, tuple[float, ...]]
+    alone: frozenset[float] = frozenset()
 
     @property
     def xs(self) -> list[float]:
@@ -121,31 +142,74 @@ def origin_of(rows: Iterable[Row]) -> Origin:
     return Origin(kinds, devices, profiles, commits)
 
 
+def without_copies(rows: Iterable[Row]) -> list[Row]:
+    """Rows without those simulated repeats that equal another row in everything."""
+    seen: set[str] = set()
+    kept = []
+    for row in rows:
+        what = repr(sorted((k, v) for k, v in row.items() if k not in OF_A_RUN))
+        if row.get("kind") != "simulated" or row.get("status") != "ok" or not row.get("repeat") or what not in seen:
+            kept.append(row)
+        seen.add(what)
+    return kept
+
+
 def panels_of(rows: Iterable[Row], question: Question) -> list[Panel]:
     """Panels in order of appearance; empty when no row answers the question. Each kind gets panels of its own."""
     groups: dict[str, list[Row]] = {}
     answers = [r for r in good(rows) if r.get(question.x) is not None and r.get(question.y) is not None]
+    curves, panels = told_apart(answers, question)
     mixed = len({r.get("kind") for r in answers}) > 1
-    columns = ("kind", *question.panels) if mixed else question.panels
+    columns = ("kind", *panels) if mixed else panels
     for row in answers:
         groups.setdefault(_label(row, columns), []).append(row)
-    return [Panel(label, _series(mine, question), origin_of(mine), tuple(mine)) for label, mine in groups.items()]
+    return [Panel(label, _series(mine, question, curves), origin_of(mine), tuple(mine))
+            for label, mine in groups.items()]  # fmt: skip
+
+
+def told_apart(rows: Sequence[Row], question: Question) -> tuple[list[str], list[str]]:
+    """Further columns that tell series apart, and all columns that tell panels apart."""
+    curves: list[str] = []
+    panels = list(question.panels)
+    for key, column in _swept(rows):
+        cells: dict[Any, set[Any]] = {}
+        for row in rows:
+            at = tuple(row.get(c) for c in (question.x, question.series, *curves, *panels, "kind"))
+            cells.setdefault(at, set()).add(row.get(column))
+        if any(len(values) > 1 for values in cells.values()):
+            (curves if key.startswith("policy.") else panels).append(column)
+    return curves, panels
+
+
+def _swept(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Swept keys with the columns that hold their values: ``a.b.mean`` stands in ``b.mean`` where another key took
+    ``mean``."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for key in KEY.findall(str(row.get("point_id", ""))):
+            last = key.split(".")[-1]
+            column = next((c for c in (".".join(key.split(".")[-2:]), last) if c in row), "")
+            if column and last not in REPEATS:
+                found.setdefault(key, column)
+    return list(found.items())
 
 
 def _label(row: Row, columns: Sequence[str]) -> str:
-    parts = []
-    for column in columns:
-        value = row.get(column)
-        parts.append(str(value) if isinstance(value, str) else f"{column.replace('_', ' ')} {value}")
-    return ", ".join(parts)
+    values = ((c, row.get(c)) for c in columns)
+    return ", ".join(v if isinstance(v, str) else f"{c.replace('_', ' ')} {v}" for c, v in values if v is not None)
 
 
-def _series(rows: Sequence[Row], question: Question) -> tuple[Series, ...]:
-    found: dict[str, dict[float, list[float]]] = {}
+def _series(rows: Sequence[Row], question: Question, more: Sequence[str]) -> tuple[Series, ...]:
+    found: dict[str, dict[float, list[Row]]] = {}
     for row in rows:
-        samples = found.setdefault(str(row.get(question.series)), {})
-        samples.setdefault(float(row[question.x]), []).append(float(row[question.y]))
-    return tuple(Series(name, {x: tuple(ys) for x, ys in at.items()}) for name, at in found.items())
+        options = [f"{c.replace('_', ' ')} {row[c]}" for c in more if row.get(c) is not None]
+        samples = found.setdefault(", ".join([str(row.get(question.series)), *options]), {})
+        samples.setdefault(float(row[question.x]), []).append(row)
+    return tuple(
+        Series(name, {x: tuple(float(r[question.y]) for r in mine) for x, mine in at.items()},
+               frozenset(x for x, mine in at.items() if all(r.get("cpu_rows") == 0 for r in mine)))
+        for name, at in found.items()
+    )  # fmt: skip
 
 
 def gains(panel: Panel, name: str, baseline: str) -> dict[float, float]:

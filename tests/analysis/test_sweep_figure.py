@@ -80,3 +80,35 @@ def test_a_title_is_broken_into_lines_of_about_equal_length():
     lines = _balanced(text)
     assert " ".join(lines) == text and len(lines) == 2 and abs(len(lines[0]) - len(lines[1])) < 12
     assert _balanced("short") == ["short"] and _balanced("") == []
+
+
+def swept(word, **columns):
+    return [{**r, **columns, "point_id": f"policy={r['policy']} settings.ratio={r['ratio']} {word}"} for r in rows()]
+
+
+def test_a_swept_key_that_the_question_does_not_name_makes_panels_of_its_own():
+    panels = panels_of([*swept("model=a", model="A-7B"), *swept("model=b", model="B-8B")], ASKED)
+    assert [p.label for p in panels] == ["T4, A-7B", "A10, A-7B", "T4, B-8B", "A10, B-8B"]
+    assert all(len(ys) == 1 for p in panels for s in p.series for ys in s.samples.values())
+    again = [*swept("repeat=0 +seed=3", seed=3), *swept("repeat=1 +seed=4", seed=4)]  # draws of one setting
+    assert {len(ys) for p in panels_of(again, ASKED) for s in p.series for ys in s.samples.values()} == {2}
+
+
+def test_a_swept_option_of_a_policy_makes_series_beside_one_baseline():
+    mine = [r for wait in (0, 500) for r in swept(f"policy.options.max_wait_us={wait}", max_wait_us=wait)]
+    given = [r for r in mine if r["policy"] != "gpu_only"] + [r for r in swept("") if r["policy"] == "gpu_only"]
+    [panel, _] = panels_of(given, ASKED)
+    assert [s.name for s in panel.series] == [
+        "async_overlap, max wait us 0", "async_overlap, max wait us 500", "gpu_only"]  # fmt: skip
+
+
+def test_keys_that_end_alike_are_told_apart():
+    given = [{**r, "mean": 8, "outputs.mean": m} for m in (1, 2)
+             for r in swept(f"workload.prompts.mean=8 workload.outputs.mean={m}")]  # fmt: skip
+    assert [p.label for p in panels_of(given, ASKED)][::2] == ["T4, outputs.mean 1", "T4, outputs.mean 2"]
+
+
+def test_the_axis_says_over_the_baseline_only_where_it_is_drawn():
+    asked = Question("ratio", "rate", baseline="gpu_only", y_label="throughput [tokens/s]")
+    [both], [alone] = (panels_of(r, asked) for r in (rows()[:6], rows()[3:6]))
+    assert (asked.shown(both), asked.shown(alone)) == ("throughput / gpu_only", "throughput [tokens/s]")

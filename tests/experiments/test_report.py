@@ -10,8 +10,8 @@ import pytest
 from matplotlib.image import imread
 
 from experiments.report import main as report
-from experiments.results import ResultFolder
 from experiments.run import main
+from hybridattn.analysis.results import ResultFolder
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["+experiment=ratio", "hardware=t4", "policy=gpu_only,async_overlap", "settings.exposed_fraction=0.25"]

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from experiments.results import ResultFolder
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 

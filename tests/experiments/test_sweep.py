@@ -388,3 +388,17 @@ def test_repeats_of_a_workload_draw_anew(tmp_path):
     assert main([*where, "repeats=2", f"results_root={tmp_path}"]) == 0
     first, second = map(json.loads, (tmp_path / "load/latest/rows.jsonl").read_text().splitlines())
     assert (first["seed"], second["seed"]) == (0, 1) and first["duration_ns"] != second["duration_ns"]
+
+
+def test_options_of_a_policy_are_swept_beside_those_that_lack_them(tmp_path, run, capsys):
+    words = ["policy=gpu_only,async_overlap", "policy.options.max_wait_us=0,500"]
+    assert run(*words) == 0
+    found = [(r["policy"], r.get("max_wait_us"), r["point_id"]) for r in rows(tmp_path)]
+    assert found == [
+        ("gpu_only", None, "policy=gpu_only"),
+        ("async_overlap", 0, "policy=async_overlap policy.options.max_wait_us=0"),
+        ("async_overlap", 500, "policy=async_overlap policy.options.max_wait_us=500"),
+    ]
+    assert run(*words, "resume=true") == 0 and len(rows(tmp_path)) == 3
+    assert run("policy=gpu_only,cpu_only", "policy.options.max_wait_us=0,500") == 2
+    assert "max_wait_us" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from experiments.results import ResultFolder
 from experiments.track import track
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 NO_NETWORK = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import hang_clock
 import pytest
 
-from experiments.results import ResultFolder
 from hybridattn import cli
+from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import DeviceError, StallError
 from hybridattn.core.op import CPU
