@@ -68,15 +68,12 @@ def _given(config: DictConfig) -> list[str]:
 
 def folders(first: ResultFolder) -> dict[str, Path]:
     """Folders of the companions of a sweep, by name."""
-    if not (first.path / FILE).is_file():
-        return {}
-    return {name: (first.path / where).resolve() for name, where in first.read_json(FILE).items()}
+    return {name: (first.path / where).resolve() for name, where in first.json(FILE, {}).items()}
 
 
 def remember(first: ResultFolder, other: ResultFolder, name: str) -> None:
     """Note the companion's folder, for ``resume`` and for the report."""
-    known = first.read_json(FILE) if (first.path / FILE).is_file() else {}
-    first.write_json(FILE, {**known, name: f"../../{name}/{other.path.name}"})
+    first.write_json(FILE, {**first.json(FILE, {}), name: f"../../{name}/{other.path.name}"})
 
 
 def closing(paths: Sequence[Path]) -> list[str]:

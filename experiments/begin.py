@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from experiments.also import remember
 from experiments.composed import difference
 from experiments.wording import among, literal
 from hybridattn.analysis.results import ResultFolder, check_name
+from hybridattn.analysis.series import Question
+from hybridattn.analysis.sweep_results import ASKED
 from hybridattn.core.errors import InputError
 from hybridattn.core.provenance import git_commit
 
@@ -39,16 +43,37 @@ def begin(config: DictConfig, points: Sequence[str] = (), composed: Mapping[str,
         document = {"name": config_name, "overrides": task, "points": list(points)}
         chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": _command(config)}
         if config.point:
-            folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit()})
+            folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit(), "began": _now()})
+    if config.point:
+        asked = questions_of(config.analysis)
+        folder.write_json(
+            ASKED,
+            {"title": config.title, "question": config.question, "asked": [asdict(question) for question in asked]},
+        )
     if config.beside:
         remember(ResultFolder.open(Path(config.beside)), folder, config_name)
     _write_there(config, folder.path)
     return folder
 
 
+def questions_of(analysis: Any) -> list[Question]:
+    """The question of an experiment and those of ``more``, which have the same x, panels and series; empty when it
+    asks none."""
+    if not analysis.x:
+        return []
+    names = [f.name for f in fields(Question) if f.name != "panels"]
+    first = Question(panels=tuple(analysis.panels), **{n: analysis[n] for n in names})
+    names = ["y", "y_label", "relative", "log_y", "lower_is_better"]
+    return [first, *(replace(first, candidate="", **{n: more[n] for n in names}) for more in analysis.more)]
+
+
 def folder_of(config: DictConfig) -> ResultFolder:
     """The folder of a run that has begun."""
     return ResultFolder.open(_wanted(config))
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _key(config: DictConfig) -> str:

@@ -17,8 +17,8 @@ from experiments.wording import sentence
 from hybridattn.core.errors import InputError
 
 # What a row does not depend on: where and how a sweep is run, and what is made of its rows.
-OUTSIDE = ("resume", "beside", "fail_fast", "also", "results_root", "paths.results", "tracker", "title", "analysis",
-           "verdict", "point_seconds", "repeats", "repeat")  # fmt: skip
+OUTSIDE = ("resume", "beside", "fail_fast", "also", "results_root", "paths.results", "tracker", "title", "question",
+           "analysis", "verdict", "point_seconds", "repeats", "repeat")  # fmt: skip
 
 
 def app_of(config: DictConfig) -> App:

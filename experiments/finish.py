@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.table import Table
 
 from experiments.findings import panel_lines, verdict_lines
 from experiments.published import published_lines
 from experiments.theory import theory_lines
-from hybridattn.analysis.crossing import Crossing, crossover
+from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.figure import draw_sweep
 from hybridattn.analysis.results import ResultFolder
-from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of, without_copies
+from hybridattn.analysis.series import Panel, Question, good, origin_of, without_copies
+from hybridattn.analysis.sweep_results import SweepResults
 from hybridattn.core.errors import InputError
 
 
@@ -24,34 +25,48 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     """Write everything that follows from the rows and print what was found. May be called again: it replaces what it
     wrote. A verdict that fails is raised after everything else has been written.
     """
-    rows = folder.rows()
-    write_parquet(rows, folder.path / "rows.parquet")
-    question = question_of(config.analysis)
-    every, rows = rows, without_copies(rows)
-    panels = panels_of(rows, question) if question else []
-    found = {p.label: _crossings(p, question) for p in panels} if question else {}
-    folder.write_json("summary.json", summary(every, question, panels, found))
-    own, trouble = [], None
-    if same := len(every) - len(rows):
+    results = SweepResults.of(folder)
+    write_parquet(results.rows, folder.path / "rows.parquet")
+    question = results.asked[0] if results.asked else None
+    panels = results.panels(question) if question else []
+    found = {p.label: results.crossings(p, question) for p in panels} if question else {}
+    folder.write_json("summary.json", summary(results.rows, question, panels, found))
+    if same := len(results.rows) - len(without_copies(results.rows)):
         again = "a repeat draws nothing anew here, so each of these points counts once"
         console.print(f"{same} repeats of simulated points are copies of the first: {again}", highlight=False)
+    own, trouble = [], None
     try:
-        own = verdict_lines(config, good(rows))
+        own = verdict_lines(config, good(without_copies(results.rows)))
     except InputError as error:
         trouble = error
     folder.write_json("verdict.json", own)
-    lines = []
+    lines: list[str] = []
     if question is not None and panels:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
         _draw(folder, config, question, panels, found)
-        lines = [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis, not own)]
-        lines += _further(folder, config, rows)
-    if lines or own:
-        kinds = dict.fromkeys(str(r.get("kind")) for r in good(rows))
-        head = f"{config.name} found ({', '.join(kinds)}):"
+        lines = [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis)]
+        lines += _further(results, config)
+    if lines or own or panels:
+        kinds = ", ".join(dict.fromkeys(str(r.get("kind")) for r in good(results.rows)))
+        head = f"{config.name} found ({kinds}{f', {results.counted()}' if results.missing else ''}):"
         console.print("\n  ".join([head, *lines, *own]), highlight=False, soft_wrap=True, markup=False)
+    if panels:
+        print_outcomes(results, console)
     if trouble is not None:
         raise trouble
+
+
+def print_outcomes(results: SweepResults, console: Console) -> None:
+    """The table that a sweep ends with; in a file or a pipe no line of it is broken."""
+    question, rows = results.asked[0], results.outcomes()
+    table = Table(caption=question.axes, caption_justify="left")
+    for name in rows[0]:
+        if any(row[name] for row in rows):
+            table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[str(column.header)] for column in table.columns))
+    wide = console if console.is_terminal else Console(file=console.file, width=250)
+    wide.print(table, highlight=False, markup=False)
 
 
 def _draw(
@@ -68,45 +83,19 @@ def _draw(
     draw_sweep(panels, question, _pictures(folder, config.name), title=config.title, crossings=chosen, lines=lines)
 
 
-def _further(folder: ResultFolder, config: DictConfig, rows: list[dict[str, Any]]) -> list[str]:
+def _further(results: SweepResults, config: DictConfig) -> list[str]:
     """Figures of the further columns, and what a ladder says of them."""
     lines = []
-    for more, question in zip(config.analysis.more, further_questions(config.analysis), strict=True):
-        panels = panels_of(rows, question)
+    for more, question in zip(config.analysis.more, results.asked[1:], strict=True):
+        panels = results.panels(question)
         if panels:
-            draw_sweep(panels, question, _pictures(folder, f"{config.name}_{question.y}"), title=config.title)
+            draw_sweep(panels, question, _pictures(results.folder, f"{config.name}_{question.y}"), title=config.title)
             lines += [line for p in panels for line in (panel_lines(p, question, {}, more) if more.enough else ())]
     return lines
 
 
 def _pictures(folder: ResultFolder, name: str) -> list[Path]:
     return [folder.path / f"{name}.{suffix}" for suffix in ("png", "svg")]
-
-
-def question_of(analysis: Any) -> Question | None:
-    """The question of an experiment, None when it asks none."""
-    if not analysis.x:
-        return None
-    names = ("x", "y", "series", "baseline", "candidate", "panel", "relative", "x_label", "y_label", "unit",
-             "log_x", "log_y")  # fmt: skip
-    return Question(panels=tuple(analysis.panels), **{n: analysis[n] for n in names})
-
-
-def further_questions(analysis: Any) -> list[Question]:
-    """The questions of ``more``: the same x, panels and series with another y. They have no crossover."""
-    first = question_of(analysis)
-    if first is None:
-        return []
-    names = ("y", "y_label", "relative", "log_y")
-    return [replace(first, candidate="", **{n: m[n] for n in names}) for m in analysis.more]
-
-
-def _crossings(panel: Panel, question: Question) -> dict[str, Crossing]:
-    """The crossover of every other series over the baseline."""
-    base = panel.find(question.baseline)
-    if base is None:
-        return {}
-    return {s.name: crossover(base, s, question.log_x) for s in panel.series if s.name != question.baseline}
 
 
 def _plain(found: dict[str, Crossing], question: Question) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.tables import blocks
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
@@ -55,7 +56,7 @@ def _found(folder: ResultFolder) -> list[str]:
     """The experiment's own verdict, or the crossovers where it has none."""
     if folder.read_json("verdict.json"):
         return list(folder.read_json("verdict.json"))
-    found = folder.read_json("crossovers.json") if (folder.path / "crossovers.json").is_file() else {}
+    found = folder.json("crossovers.json", {})
     lines = [f"{f'{panel}: ' if panel else ''}{n}: {c['says']}" for panel, of in found.items() for n, c in of.items()]
     if not lines:
         raise InputError(f"{folder.path} has neither a verdict nor a crossover to keep")
@@ -64,13 +65,7 @@ def _found(folder: ResultFolder) -> list[str]:
 
 def _blocks(lines: Sequence[str]) -> list[str]:
     """Markdown tables as they are, other lines as code blocks."""
-    blocks: list[tuple[bool, list[str]]] = []
-    for line in lines:
-        is_table = line.startswith("|")
-        if not blocks or blocks[-1][0] != is_table:
-            blocks.append((is_table, []))
-        blocks[-1][1].append(line)
-    texts = (("\n".join(block) if is_table else "\n".join(block).strip("\n"), is_table) for is_table, block in blocks)
+    texts = (("\n".join(block) if table else "\n".join(block).strip("\n"), table) for table, block in blocks(lines))
     return [text if is_table else f"```\n{text}\n```" for text, is_table in texts if text]
 
 

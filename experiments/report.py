@@ -16,10 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import folders as companion_folders
 from experiments.findings import failures
-from experiments.finish import further_questions, question_of
+from experiments.tables import blocks, cells
+from hybridattn.analysis.crossing import gains
 from hybridattn.analysis.results import ResultFolder
-from hybridattn.analysis.series import Panel, Question, good, origin_of, panels_of, without_copies
+from hybridattn.analysis.series import Panel, Question, good, origin_of, swept_columns
+from hybridattn.analysis.sweep_results import SweepResults
 from hybridattn.core.errors import InputError
+from hybridattn.policies.registry import POLICIES
 
 TEMPLATES = Path(__file__).parent / "templates"
 Table = Sequence[tuple[str, ...]]
@@ -46,18 +49,27 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Everything about one sweep, as texts; the template ``report.html.j2`` says what stands where."""
+    """Everything about one sweep, as texts; the template ``report.html.j2`` says what stands where.
+
+    found : the verdict as blocks: a table as rows of cells, or lines of text
+    words : what the names on the page mean
+    """
 
     title: str
+    question: str
     kind: str
-    points: int
+    counted: str
     failed: int
-    answers: list[str]
+    outcomes: list[dict[str, str]]
+    axes: str
+    found: list[tuple[bool, Any]]
     figures: list[Figure]
     crossovers: Table
     values: list[Values]
+    words: Table
     failures: Table
     traceback: str
+    settings: Table
     facts: Table
     command: str
     configuration: str
@@ -79,26 +91,33 @@ def write_report(path: Path) -> Path:
 
 def part_of(folder: ResultFolder) -> Part:
     """What the page says of one sweep."""
-    rows, config = folder.rows(), _configuration(folder)
-    question = question_of(config.analysis)
-    panels = panels_of(without_copies(rows), question) if question is not None else []
-    found = _json(folder, "crossovers.json", {}) if question is not None else {}
+    results, config = SweepResults.of(folder), _configuration(folder)
+    rows = results.rows
+    question = results.asked[0] if results.asked else None
+    panels = results.panels(question) if question is not None else []
     bad = [r for r in rows if r.get("status") == "failed"]
+    verdict = blocks(folder.json("verdict.json", []))
     return Part(
         title=config.title or f"Experiment {config.name}",
+        question=config.question,
         kind=", ".join(origin_of(good(rows)).kinds) or "failed",
-        points=len(rows),
+        counted=results.counted(),
         failed=len(bad),
-        answers=[*_json(folder, "verdict.json", []), *_crossover_answers(found, panels, question)],
-        figures=[_figure(file, config, question) for file in sorted(folder.path.glob("*.svg"))],
-        crossovers=[(panel, name, c["says"]) for panel, cs in found.items() for name, c in cs.items()],
+        outcomes=results.outcomes(),
+        axes=question.axes if question is not None else "",
+        found=[(table, cells(lines) if table else "\n".join(lines)) for table, lines in verdict],
+        figures=[_figure(file, config, results) for file in sorted(folder.path.glob("*.svg"))],
+        crossovers=[(p.label, n, c.describe(question.unit)) for p in panels if question is not None
+                    for n, c in results.crossings(p, question).items()],
         values=[_values(panel, question) for panel in panels] if question is not None else [],
+        words=_words(rows, question),
         failures=failures(rows),
         traceback=str(bad[0].get("traceback")) if bad else "",
+        settings=_settings(rows, config),
         facts=_facts(folder, rows),
         command=shlex.join(["python", "-m", "experiments.run", *folder.read_json("sweep.json")["command"]]),
         configuration=OmegaConf.to_yaml(config),
-    )
+    )  # fmt: skip
 
 
 def _sweep_at(path: Path) -> ResultFolder:
@@ -115,10 +134,6 @@ def _has_rows(path: Path) -> bool:
     return file.is_file() and file.stat().st_size > 0
 
 
-def _json(folder: ResultFolder, name: str, otherwise: Any) -> Any:
-    return folder.read_json(name) if (folder.path / name).is_file() else otherwise
-
-
 def _configuration(folder: ResultFolder) -> DictConfig:
     first = min((folder.path / "points").glob("*.yaml"), key=lambda p: int(p.stem), default=None)
     if first is None:
@@ -128,30 +143,17 @@ def _configuration(folder: ResultFolder) -> DictConfig:
     return found
 
 
-def _crossover_answers(found: dict[str, Any], panels: list[Panel], question: Question | None) -> list[str]:
-    """The crossover of the candidate in each panel, as a sentence."""
-    if question is None or not question.candidate:
-        return []
-    lines = []
-    for panel in panels:
-        says = found.get(panel.label, {}).get(question.candidate)
-        if says:
-            where = f"{panel.label}: " if panel.label else ""
-            clause = says["says"] if says["says"].startswith("pays") else f"has {says['says']}"
-            lines.append(f"{where}{question.candidate} over {question.baseline} {clause}.")
-    return lines
+def _figure(file: Path, config: DictConfig, results: SweepResults) -> Figure:
+    by_name = {f"{config.name}_{q.y}": q for q in results.asked[1:]} | {str(config.name): q for q in results.asked[:1]}
+    return Figure(base64.b64encode(file.read_bytes()).decode(), _caption(by_name.get(file.stem), results))
 
 
-def _figure(file: Path, config: DictConfig, first: Question | None) -> Figure:
-    further = {f"{config.name}_{q.y}": q for q in further_questions(config.analysis)}
-    return Figure(base64.b64encode(file.read_bytes()).decode(), _caption(further.get(file.stem, first)))
-
-
-def _caption(question: Question | None) -> str:
-    if question is None:
+def _caption(question: Question | None, results: SweepResults) -> str:
+    panels = results.panels(question) if question is not None else []
+    if question is None or not panels:
         return "Figure of the sweep."
-    text = f"{question.y_label or question.y} against {question.x_label or question.x}."
-    if question.relative:
+    text = f"{question.shown(panels[0])} against {question.x_label or question.x}."
+    if question.base(panels[0]):
         text += f" Each curve is divided by {question.baseline} at the same point, so that 1 is {question.baseline}."
     text += " Solid lines with markers: our points, bars from the smallest to the largest repeat."
     return text + " Dashed: closed form. Crosses: published points. Dotted line and grey band: crossover and interval."
@@ -159,31 +161,62 @@ def _caption(question: Question | None) -> str:
 
 def _values(panel: Panel, question: Question) -> Values:
     """Mean y of every series at every x, with the gain where there is a baseline."""
-    base = panel.find(question.baseline) if question.relative else None
-    xs = sorted({x for s in panel.series for x in s.samples})
+    base = question.base(panel)
+    measured = panel.origin.kinds == ("measured",)
+    gained = {s.name: gains(base, s, measured, question.lower_is_better) if base else {} for s in panel.series}
     rows = []
-    for x in xs:
-        cells = [f"{x:.4g}"]
-        for series in panel.series:
-            if x not in series.samples:
-                cells.append("-")
-                continue
-            gain = f" ({series.mean(x) / base.mean(x):.2f}x)" if base and x in base.samples and base.mean(x) > 0 else ""
-            repeats = f" n={len(series.samples[x])}" if len(series.samples[x]) > 1 else ""
-            cells.append(f"{series.mean(x):.4g}{gain}{repeats}")
-        rows.append(tuple(cells))
+    for x in sorted({x for s in panel.series for x in s.samples}):
+        texts = [f"{x:.4g}"]
+        for s in panel.series:
+            gain = f", {gained[s.name][x]}" if s is not base and x in gained[s.name] else ""
+            repeats = f" n={len(s.samples[x])}" if len(s.samples.get(x, ())) > 1 else ""
+            texts.append(f"{s.mean(x):.4g}{gain}{repeats}" if x in s.samples else "-")
+        rows.append(tuple(texts))
     header = (question.x_label or question.x, *(s.name for s in panel.series))
-    return Values(panel.label or "Values", str(panel.origin), header, rows, f"{question.y}, mean of the repeats")
+    over = f", and how many times that of {base.name}" if base else ""
+    caption = f"{question.y_label or question.y}, mean of the repeats{over}"
+    return Values(panel.label or "Values", str(panel.origin), header, rows, caption)
+
+
+WORDS = {
+    "GPU rows, CPU rows": "requests whose K,V lie on the GPU, and requests whose K,V lie in host memory, where the CPU "
+                          "computes their attention",
+    "gain": "throughput over that of the baseline at the same point: 1.10x is a tenth more. The range behind it is the "
+            "95 % interval; without one, the difference may be noise wherever it was measured",
+    "TPOT": "time per output token of a request: what its reader waits for each word",
+    "pays from": "the point of the x axis from which the gain is above 1",
+    "simulated, measured": "computed by the simulator from profiles of machines, or timed on a real device",
+}  # fmt: skip
+
+
+def _words(rows: list[dict[str, Any]], question: Question | None) -> Table:
+    """The policies of the rows by the first line of their classes, and the words of the tables."""
+    names = dict.fromkeys(str(row["policy"]) for row in rows)
+    policies = [(n, " ".join((POLICIES[n].__doc__ or "").partition("\n\n")[0].replace("``", "").split()))
+                for n in names if n in POLICIES]  # fmt: skip
+    return [*policies, *(WORDS.items() if question is not None else ())]
+
+
+def _settings(rows: list[dict[str, Any]], config: DictConfig) -> Table:
+    """What was swept with its values, then the experiment's settings that were not."""
+    swept = {
+        column: ", ".join(dict.fromkeys(str(row.get(column)) for row in rows)) for _, column in swept_columns(rows)
+    }
+    plain = OmegaConf.to_container(config.settings)
+    assert isinstance(plain, dict)
+    fixed = {"model": config.model.label, "hardware": config.hardware.label, **plain}
+    return [*((f"swept: {name}", values) for name, values in swept.items()),
+            *((str(n), str(v)) for n, v in fixed.items() if v is not None and n not in swept)]  # fmt: skip
 
 
 def _facts(folder: ResultFolder, rows: list[dict[str, Any]]) -> Table:
     origin = origin_of(good(rows))
     return [
+        ("when", folder.read_json("sweep.json").get("began", folder.path.name)),
         ("kind", ", ".join(origin.kinds)),
         ("device", ", ".join(origin.devices)),
         ("profile", ", ".join(origin.profiles)),
         ("commit", ", ".join(origin.commits)),
-        ("model", ", ".join(dict.fromkeys(r["model"] for r in rows))),
         ("launcher", ", ".join(sorted({r["launcher"] for r in rows}))),
         ("time in points", f"{sum(r.get('took_s') or 0 for r in rows):.1f} s"),
         ("folder", folder.path.name),

@@ -125,6 +125,7 @@ class Analysis:
 class App:
     """The root. ``runner`` does an experiment as a whole; ``point`` does one point of a sweep.
 
+    question, title : what the experiment asks, for its report, and the head of its figures
     verdict : ``package.module:function`` that takes the rows of the points that ran and returns lines to print at the
         end; empty: a function ``verdict`` in the module of ``point``, where there is one
     also : experiments whose sweeps come after this one, each with rows, figures and a folder of its own, as they stand
@@ -134,6 +135,7 @@ class App:
     """
 
     name: str = ""
+    question: str = ""
     title: str = ""
     runner: str = ""
     point: str = ""

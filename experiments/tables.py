@@ -1,7 +1,8 @@
-"""Tables that verdicts print: rows of a sweep as Markdown."""
+"""Tables that verdicts print: rows of a sweep as Markdown, and such lines taken apart again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,3 +26,14 @@ def simulated(profile: str) -> dict[str, str]:
 def share(some: Sequence[Any], of: Sequence[Any]) -> str:
     """``3 of 8 (38%)``."""
     return f"{len(some)} of {len(of)} ({len(some) / max(1, len(of)):.0%})"
+
+
+def blocks(lines: Sequence[str]) -> list[tuple[bool, list[str]]]:
+    """Lines of a verdict in runs of table lines (True) and other lines."""
+    return [(is_table, list(run)) for is_table, run in itertools.groupby(lines, key=lambda line: line.startswith("|"))]
+
+
+def cells(table: Sequence[str]) -> list[tuple[str, ...]]:
+    """The cells of the lines of a Markdown table, its head first."""
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table]
+    return [row for row in rows if any(cell.strip("-: ") for cell in row) or not all(row)]

@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridattn.analysis.sweep_results import open_results
     from hybridattn.core.params import SamplingParams
     from hybridattn.engine.call import Output
     from hybridattn.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Output", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Output", "SamplingParams", "__version__", "open_results"]
 
 _HOMES = {
     "LLM": "hybridattn.llm",
     "Output": "hybridattn.engine.call",
     "SamplingParams": "hybridattn.core.params",
+    "open_results": "hybridattn.analysis.sweep_results",
 }
 
 

@@ -5,18 +5,17 @@ The title of every panel says where its numbers come from, so that a figure with
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Panel, Question
@@ -42,16 +41,34 @@ class Line:
     published: bool = False
 
 
+class Drawing(Figure):
+    """A figure outside of pyplot: a notebook shows it as it is, whatever backend is chosen there, and nothing holds it
+    when it is let go."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        FigureCanvasAgg(self)
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+    def write(self, path: Path) -> None:
+        """To a PNG or SVG file, the same bytes for the same figure."""
+        self.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def draw_sweep(
     panels: Sequence[Panel],
     question: Question,
-    paths: Sequence[Path],
+    paths: Sequence[Path] = (),
     *,
     title: str = "",
     crossings: Mapping[str, Crossing] | None = None,
     lines: Mapping[str, Sequence[Line]] | None = None,
-) -> None:
-    """Draw all panels to every one of ``paths`` (PNG, SVG).
+) -> Drawing:
+    """All panels, also written to every one of ``paths`` (PNG, SVG).
 
     Parameters
     ----------
@@ -61,7 +78,8 @@ def draw_sweep(
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     size = (6.4 * columns if columns > 1 else 8.0, 4.3 * rows + 0.9)
-    figure, grid = plt.subplots(rows, columns, figsize=size, dpi=120, squeeze=False, layout="constrained")
+    figure = Drawing(figsize=size, dpi=120, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     spare = list(grid.flat)
     for panel, axes in zip(panels, spare, strict=False):
         _draw_panel(axes, panel, question, (crossings or {}).get(panel.label), (lines or {}).get(panel.label, ()))
@@ -76,8 +94,8 @@ def draw_sweep(
     if title:
         figure.suptitle(title, fontsize=13)
     for path in paths:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+        figure.write(path)
+    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, question: Question, found: Crossing | None, lines: Sequence[Line]) -> None:

@@ -80,6 +80,10 @@ class ResultFolder:
     def read_json(self, name: str) -> Any:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
+    def json(self, name: str, otherwise: Any) -> Any:
+        """What is in ``name``, or ``otherwise`` where there is no such file."""
+        return self.read_json(name) if (self.path / name).is_file() else otherwise
+
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
     """``row`` with NaN and infinities as None; ``not_finite`` names them, where there are any."""

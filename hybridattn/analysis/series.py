@@ -41,6 +41,8 @@ class Question:
         Label of the panel whose crossover is the sweep's answer; empty: the first.
     relative : bool
         Show y over the baseline's y at the same x.
+    lower_is_better : bool
+        Less of y is an improvement.
     """
 
     x: str
@@ -56,6 +58,7 @@ class Question:
     unit: str = ""
     log_x: bool = False
     log_y: bool = False
+    lower_is_better: bool = False
 
     def __post_init__(self) -> None:
         if not self.x or not self.y:
@@ -68,6 +71,12 @@ class Question:
         label = self.y_label or self.y
         return f"{label.partition(' [')[0]} / {self.baseline}" if self.base(panel) else label
 
+    @property
+    def axes(self) -> str:
+        """What a table of gains and crossovers of this question must say beside it."""
+        over = f"; gain: {(self.y_label or self.y).partition(' [')[0]} over {self.baseline}" if self.baseline else ""
+        return f"at, pays from: {self.x_label or self.x}{over}"
+
     def base(self, panel: Panel) -> Series | None:
         """The series that the others are divided by; None where they are shown as they are."""
         return panel.find(self.baseline) if self.relative else None
@@ -77,13 +86,12 @@ class Question:
 class Series:
     """Samples at each x, repeats in their order.
 
-    ``alone`` : where no row was on the CPU tier. Two series that are alone at an x ran the same ops there, so that
-    whatever tells them apart is noise.
+    ``rows`` : the rows behind the samples.
     """
 
     name: str
     samples: Mapping[float, tuple[float, ...]]
-    alone: frozenset[float] = frozenset()
+    rows: Mapping[float, tuple[Row, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def xs(self) -> list[float]:
@@ -91,6 +99,11 @@ class Series:
 
     def mean(self, x: float) -> float:
         return fmean(self.samples[x])
+
+    def same_ops(self, other: Series, x: float) -> bool:
+        """Whether neither had a row on the CPU tier at ``x``: what tells them apart there is noise."""
+        rows = [*self.rows.get(x, ()), *other.rows.get(x, ())]
+        return bool(rows) and all(row.get("cpu_rows") == 0 for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +184,7 @@ def told_apart(rows: Sequence[Row], question: Question) -> tuple[list[str], list
     """Further columns that tell series apart, and all columns that tell panels apart."""
     curves: list[str] = []
     panels = list(question.panels)
-    for key, column in _swept(rows):
+    for key, column in swept_columns(rows):
         cells: dict[Any, set[Any]] = {}
         for row in rows:
             at = tuple(row.get(c) for c in (question.x, question.series, *curves, *panels, "kind"))
@@ -181,7 +194,7 @@ def told_apart(rows: Sequence[Row], question: Question) -> tuple[list[str], list
     return curves, panels
 
 
-def _swept(rows: Iterable[Row]) -> list[tuple[str, str]]:
+def swept_columns(rows: Iterable[Row]) -> list[tuple[str, str]]:
     """Swept keys with the columns that hold their values: ``a.b.mean`` stands in ``b.mean`` where another key took
     ``mean``."""
     found: dict[str, str] = {}
@@ -207,14 +220,6 @@ def _series(rows: Sequence[Row], question: Question, more: Sequence[str]) -> tup
         samples.setdefault(float(row[question.x]), []).append(row)
     return tuple(
         Series(name, {x: tuple(float(r[question.y]) for r in mine) for x, mine in at.items()},
-               frozenset(x for x, mine in at.items() if all(r.get("cpu_rows") == 0 for r in mine)))
+               {x: tuple(mine) for x, mine in at.items()})
         for name, at in found.items()
     )  # fmt: skip
-
-
-def gains(panel: Panel, name: str, baseline: str) -> dict[float, float]:
-    """Mean of series ``name`` over the mean of the baseline, at every x that both have."""
-    mine, base = panel.find(name), panel.find(baseline)
-    if mine is None or base is None:
-        return {}
-    return {x: mine.mean(x) / base.mean(x) for x in mine.xs if x in base.samples and base.mean(x) > 0}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from hybridattn.analysis.figure import Drawing
 from hybridattn.core.device import Span
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
 from hybridattn.core.trace import Trace
@@ -23,13 +20,14 @@ COLOURS = {
 SHORT = {GPU: "gpu.compute", CPU: "cpu.attention", D2H: "gpu.d2h", H2D: "gpu.h2d"}
 
 
-def draw_timeline(trace: Trace, path: Path, window_ns: tuple[int, int], title: str = "") -> None:
+def draw_timeline(trace: Trace, path: Path, window_ns: tuple[int, int], title: str = "") -> Drawing:
     """Draw the spans inside ``window_ns`` (start, end on the device's clock) to ``path`` (PNG or SVG).
 
     The title says where the trace comes from.
     """
     start, end = window_ns
-    figure, axes = plt.subplots(figsize=(12, 3.6), dpi=130, layout="constrained")
+    figure = Drawing(figsize=(12, 3.6), dpi=130, layout="constrained")
+    axes = figure.subplots()
     shown = [s for s in trace.spans if s.end_ns > start and s.start_ns < end]
     for row, lane in enumerate(reversed(LANES)):
         _draw_lane(axes, row, [s for s in shown if s.lane == lane], start, end)
@@ -45,8 +43,8 @@ def draw_timeline(trace: Trace, path: Path, window_ns: tuple[int, int], title: s
     handles = [Patch(color=COLOURS[name], label=name) for name in names]
     if handles:
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(handles), frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    figure.write(path)
+    return figure
 
 
 def _draw_lane(axes: Axes, row: int, spans: list[Span], start: int, end: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridattn.analysis.crossing import Crossing, crossing, crossover
+from hybridattn.analysis.crossing import Crossing, crossing, crossover, gains
 from hybridattn.analysis.series import Series
 from hybridattn.core.errors import InputError
 
@@ -77,7 +77,7 @@ def test_the_bootstrap_interval_covers_the_true_crossover_at_about_its_rate():
 
 def test_the_bootstrap_is_reproducible_and_says_how_often_it_crossed():
     base = series("base", {1: [9, 10, 11], 2: [9, 10, 11]})
-    mine = series("a", {1: [9, 9.5, 10], 2: [9, 10.2, 11.4]})
+    mine = series("a", {1: [9, 9.9, 10.8], 2: [12, 13, 14]})  # in some draws it pays at 1 already
     first, second = (crossover(base, mine, seed=3) for _ in range(2))
     assert first == second and first.share is not None and first.share < 0.95
     assert "of the bootstrap's draws cross" in first.describe()
@@ -107,3 +107,35 @@ def test_a_verdict_of_nowhere_that_the_draws_do_not_support_says_so():
     assert found.describe() == says
     sure = crossover(base, Series("c", {1.0: (0.5, 0.5, 0.5), 2.0: (0.8, 0.8, 0.8)}))
     assert sure.share == 0 and sure.describe() == "no crossover in range: it pays nowhere"
+
+
+def test_differences_within_the_intervals_are_not_distinguishable():
+    base, mine = series("b", {1: [9, 10, 11], 2: [9, 10, 11]}), series("a", {1: [9.2, 10, 11.2], 2: [9.1, 10.3, 11]})
+    found = crossover(base, mine)
+    assert (found.state, found.value) == ("unsure", None) and "not distinguishable" in found.describe()
+    assert not any(g.sure for g in gains(base, mine).values())
+    assert str(gains(base, mine)[2]).startswith("1.01x (0.8") and "not distinguishable" in str(gains(base, mine)[2])
+    better = gains(base, series("a", {1: [13, 14, 15]}))[1]
+    assert better.sure and better.low > 1 and "not" not in str(better)
+    assert str(gains(series("b", {1: 10}), series("a", {1: 12}), measured=True)[1]) == "1.20x (1 run, no interval)"
+
+
+def test_where_both_run_the_same_ops_no_crossover_is_looked_for():
+    def alone(name, values, on_cpu):
+        found = series(name, values)
+        return Series(name, found.samples, {x: ({"cpu_rows": on_cpu if x > 1 else 0},) for x in found.xs})
+
+    base, noisy = {0.5: [9, 9, 9], 1: [9, 9, 9]}, {0.5: [10, 10, 10], 1: [10, 10, 10]}
+    found = crossover(alone("gpu_only", base, 0), alone("auto", noisy, 4))
+    assert found.state == "same" and "no crossover is looked for" in found.describe()
+    assert str(gains(alone("gpu_only", base, 0), alone("auto", noisy, 4))[1]) == "1.00x (the same ops)"
+    later = (
+        alone("gpu_only", {**base, 2: [9, 9, 9], 4: [9, 9, 9]}, 0),
+        alone("auto", {**noisy, 2: [8, 8, 8], 4: [10, 10, 10]}, 4),
+    )
+    assert crossover(*later).value == pytest.approx(3)  # not at 0.5, where the same ops were faster
+
+
+def test_lower_is_better_turns_the_gain_around():
+    found = crossover(BASE, series("a", {1: 12.0, 2: 11.0, 4: 9.0, 8: 5.0}), lower_is_better=True)
+    assert found.state == "found" and 2 < found.value < 4 and found.until is None

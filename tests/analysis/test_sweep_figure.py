@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybridattn.analysis.crossing import crossover
+from hybridattn.analysis.crossing import crossover, gains
 from hybridattn.analysis.figure import Line, _balanced, draw_sweep
-from hybridattn.analysis.series import Question, gains, origin_of, panels_of
+from hybridattn.analysis.series import Question, origin_of, panels_of
 from hybridattn.core.errors import InputError
 
 ASKED = Question("ratio", "rate", panels=("hardware",), baseline="gpu_only", candidate="async_overlap", unit="to one")
@@ -26,7 +26,8 @@ def test_rows_become_panels_of_series_with_their_origin():
     assert [p.label for p in panels] == ["T4", "A10"]
     assert [s.name for s in panels[0].series] == ["gpu_only", "async_overlap"]
     assert str(panels[0].origin) == "simulated with profile T4@1, commit abc"
-    assert gains(panels[0], "async_overlap", "gpu_only") == pytest.approx({1: 0.6, 2: 0.8, 4: 1.2})
+    found = gains(*panels[0].series)
+    assert {x: g.mean for x, g in found.items()} == pytest.approx({1: 0.6, 2: 0.8, 4: 1.2})
 
 
 def test_failed_rows_and_rows_without_the_value_are_left_out():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.findings import enough, extremes, failures, panel_lines
+from experiments.findings import enough, failures, panel_lines
 from experiments.run import main
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Question, Series, panels_of
@@ -54,12 +54,37 @@ def run(tmp_path, monkeypatch, request):
     return lambda *more: main(["-m", "name=made", f"point={name}:point", f"results_root={tmp_path}/results", *more])
 
 
-def test_it_ends_with_the_crossover_of_every_series_its_interval_and_its_unit(run, capsys):
+def table(out):
+    """The cells of the table at the end."""
+    rows = [[c.strip() for c in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
+    head = next(line for line in out.splitlines() if line.startswith("┃"))
+    names = [c.strip() for c in head.strip("┃").split("┃")]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_it_ends_with_a_table_of_gain_and_price_and_where_it_pays(tmp_path, run, capsys):
     assert run(*SWEEP, *ASK, "analysis.unit=apples") == 0
     out = capsys.readouterr().out
     assert "made found (simulated):" in out
-    assert "async_overlap over gpu_only: pays from 6 apples on (4 to 8, grid points around it)" in out
-    assert "sync_offload over gpu_only: no crossover in range: it pays nowhere" in out
+    [row] = table(out)
+    assert row == {"best": "async_overlap", "at": "8", "gain": "1.33x", "TPOT GPU rows": "-", "TPOT CPU rows": "-",
+                   "pays from": "6 (4 to 8)"}  # fmt: skip
+    said = json.loads((tmp_path / "results/made/latest/crossovers.json").read_text())[""]
+    assert said["async_overlap"]["says"] == "pays from 6 apples on (4 to 8, grid points around it)"
+    assert said["sync_offload"]["says"] == "no crossover in range: it pays nowhere"
+
+
+def test_the_candidate_is_told_of_where_another_policy_is_best(run, capsys):
+    assert run(*SWEEP, *ASK, "analysis.candidate=sync_offload", "analysis.unit=apples") == 0
+    assert "sync_offload over gpu_only: no crossover in range: it pays nowhere" in capsys.readouterr().out
+
+
+def test_a_sweep_with_points_to_come_says_how_many_and_concludes_nothing(tmp_path, run, capsys):
+    words = ["policy=gpu_only,sync_offload", "+settings.x=4,8,-1", *ASK, "analysis.candidate=sync_offload"]
+    assert run(*words) == 1
+    out = capsys.readouterr().out
+    assert "made found (simulated, 4 of 6 points):" in out and "no crossover among the points that ran so far" in out
+    assert "nowhere" not in out
 
 
 def test_each_panel_is_named(run, capsys):
@@ -68,7 +93,7 @@ def test_each_panel_is_named(run, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert "T4: async_overlap over gpu_only: pays from" in out and "A10: async_overlap over gpu_only: pays from" in out
+    assert [(row["setting"], row["pays from"]) for row in table(out)] == [("T4", "6 (2 to 8)"), ("A10", "6 (2 to 8)")]
 
 
 def test_a_sweep_without_its_baseline_says_so(run, capsys):
@@ -81,11 +106,14 @@ def test_a_baseline_alone_says_so(run, capsys):
     assert "there is nothing beside gpu_only to compare it with" in capsys.readouterr().out
 
 
-def test_what_has_no_crossover_says_where_it_is_lowest_and_highest(run, capsys):
-    assert run(*SWEEP, "analysis.x=x", "analysis.y=y", "analysis.relative=false", "analysis.y_label=speed") == 0
-    out = capsys.readouterr().out
-    assert "async_overlap: speed from 6.667 (at 4) to 13.33 (at 8)" in out
-    assert "gpu_only: speed is 10 at every point" in out
+@pytest.mark.parametrize(
+    ("lower", "best"), [("false", ("async_overlap", "8", "13.33")), ("true", ("sync_offload", "4", "5"))]
+)
+def test_without_a_baseline_the_best_value_is_told(run, capsys, lower, best):
+    ask = ["analysis.x=x", "analysis.y=y", "analysis.relative=false", f"analysis.lower_is_better={lower}"]
+    assert run(*SWEEP, *ask) == 0
+    [row] = table(capsys.readouterr().out)
+    assert (row["best"], row["at"], row["gain"]) == best
 
 
 @pytest.mark.parametrize("run", [VERDICT], indirect=True)
@@ -109,7 +137,7 @@ def test_a_verdict_may_be_named_from_anywhere(run, capsys):
 def test_a_verdict_that_fails_costs_no_row_and_no_figure(tmp_path, run, capsys, name, says):
     assert run(*SWEEP, *ASK, f"verdict=elsewhere:{name}") == 1
     out = capsys.readouterr().out
-    assert says in out and "6 points ran, 0 failed; results: " in out and "pays from 6" in out
+    assert says in out and "6 points ran, 0 failed; results: " in out and "6 (4 to 8)" in out
     assert (tmp_path / "results/made/latest/made.png").stat().st_size > 1000
 
 
@@ -183,9 +211,8 @@ def test_a_ladder_and_a_crossover_are_both_told():
     question = Question("cores", "y", baseline="a", candidate="b", unit="cores")
     [panel] = panels_of(rows, question)
     ladder = type("Ladder", (), {"enough": True, "lower_is_better": False})
-    lines = panel_lines(panel, question, {"b": Crossing("found", 5.0, 4.0, 8.0, method="m")}, ladder)
-    assert [line.split(":")[0] for line in lines] == ["a", "b", "b over a"]
-    assert lines[2] == "b over a: pays from 5 cores on (4 to 8, m)"
+    lines = panel_lines(panel, question, {"b": Crossing("never")}, ladder)
+    assert [line.split(":")[0] for line in lines] == ["a", "b"]  # the table tells of b, which is best
 
 
 def test_further_columns_get_figures_of_their_own(tmp_path, run, capsys):
@@ -194,8 +221,3 @@ def test_further_columns_get_figures_of_their_own(tmp_path, run, capsys):
     folder = tmp_path / "results/made/latest"
     assert (folder / "made_z.png").stat().st_size > 1000 and (folder / "made_z.svg").is_file()
     assert "gpu_only: more than 8 apples may still help" in capsys.readouterr().out
-
-
-def test_times_are_said_in_milliseconds():
-    question = Question("cores", "y", unit="cores", relative=False, y_label="latency [ns]")
-    assert extremes(series(_1=1e6, _4=4e6), question) == "latency [ms] from 1 (at 1) to 4 (at 4)"
