@@ -51,6 +51,11 @@ class PageTable:
         """Pages read on the CPU tier: the page of this index is the first of the GPU tier."""
         return len(self.cold)
 
+    @property
+    def stays_cold(self) -> int:
+        """Pages of the CPU tier that are not on their way to the other."""
+        return len(self.cold) - (self._leaving if self.goes_to == GPU_TIER else 0)
+
     def on(self, tier: str) -> list[int]:
         """The pages of a tier that are read, in order of position."""
         return self.hot if tier == GPU_TIER else self.cold

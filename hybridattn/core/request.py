@@ -114,6 +114,11 @@ class Request:
         self.error: str | None = None
 
     @property
+    def at_rest(self) -> bool:
+        """It decodes, no row of it is in flight, and none of its pages is on its way."""
+        return self.state is State.DECODE and not self.in_flight and self.pages.goes_to is None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -9,6 +9,14 @@ micro-batch of CPU rows standing at layer l (time runs to the right):
     gpu.d2h                                                                |send_qkv(l+1, micro-batch)|
     cpu.attention  ...(l, micro-batch)|                                                          |(l+1, micro-batch) ...
 
+A row whose K,V lie on both tiers (a split row) has its hot part attended to on the GPU and its cold part on the CPU, at
+the same time; the next linear stage waits for both:
+
+    gpu.compute   |attention(l, G): hot parts|          |merge(l)|linear(l, G)|
+    gpu.d2h       |send_q(l)|
+    cpu.attention           |cold_attention(l)|
+    gpu.h2d                                   |fetch_cold(l)|
+
 Integers, tables and token ids that an op needs are read when the op is made, not when it runs: the driver changes
 requests while ops are in flight.
 """
@@ -42,7 +50,8 @@ class Segment:
     """Consecutive tokens of one request that go through all layers on the GPU in one step.
 
     ``tier`` is where their K,V goes: a prefill of a CPU-tier request computes on the GPU and hands its K,V down.
-    ``samples`` says that the logits of the last token are wanted.
+    ``samples`` says that the logits of the last token are wanted. ``cold`` counts the oldest tokens of a GPU-tier
+    request, in whole pages, whose K,V lie on the CPU tier.
     """
 
     request: RequestLike
@@ -51,29 +60,50 @@ class Segment:
     num_tokens: int
     samples: bool
     prefill: bool
+    cold: int = 0
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.start < 0:
             raise InputError(f"segment of {self.request.request_id}: start {self.start}, num_tokens {self.num_tokens}")
         if not self.prefill and (self.num_tokens != 1 or self.tier != GPU_TIER):
             raise InputError(f"segment of {self.request.request_id}: a decode row is one token of a GPU-tier request")
+        if self.cold and not (self.tier == GPU_TIER and 0 < self.cold <= self.start):
+            raise InputError(
+                f"segment of {self.request.request_id}: {self.cold} cold tokens, start {self.start}, {self.tier} tier"
+            )
+
+    @property
+    def loads(self) -> int:
+        """Tokens of a prompt, earlier than its own, whose K,V come up for its attention."""
+        return self.start if self.tier == CPU_TIER else self.cold
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The GPU rows of one step: decode rows, whose keys together are ``decode_kv_tokens``, then ``prefills``."""
+    """The GPU rows of one step: decode rows, ``split`` ones first, then ``prefills``.
+
+    ``decode_kv_tokens`` is what decode rows attend to on the GPU together, ``cold_kv_tokens`` what split ones do on the
+    CPU.
+    """
 
     segments: tuple[Segment, ...]
+    split: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
     prefills: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
     decode_kv_tokens: int = field(init=False, repr=False, compare=False)
+    cold_kv_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kv_tokens = [s.start + 1 for s in self.segments if not s.prefill]
-        prefills = self.segments[len(kv_tokens) :]
+        cold = [s.cold for s in self.segments if s.cold and not s.prefill]
+        split, prefills = self.segments[: len(cold)], self.segments[len(kv_tokens) :]
         if not all([s.prefill for s in prefills]):
             raise InputError("batch: decode rows must come before prefill segments")
+        if cold and not all([s.cold for s in split]):
+            raise InputError("batch: split rows must come before other decode rows")
+        object.__setattr__(self, "split", split)
         object.__setattr__(self, "prefills", prefills)
-        object.__setattr__(self, "decode_kv_tokens", sum(kv_tokens))
+        object.__setattr__(self, "decode_kv_tokens", sum(kv_tokens) - sum(cold))
+        object.__setattr__(self, "cold_kv_tokens", sum(cold))
 
     @property
     def num_decodes(self) -> int:
@@ -96,6 +126,11 @@ class Batch:
     def offloaded(self) -> tuple[Segment, ...]:
         """Prefill segments whose K,V goes to the CPU tier."""
         return tuple([s for s in self.prefills if s.tier == CPU_TIER])
+
+    @property
+    def loaded(self) -> tuple[Segment, ...]:
+        """Prefill segments for which K,V of earlier tokens come up."""
+        return tuple([s for s in self.prefills if s.loads])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +220,7 @@ class Stages(Protocol):
         ...
 
     def attention(self, layer: int, batch: Batch) -> Op:
-        """gpu.compute: writes K,V of GPU-tier rows and attends."""
+        """gpu.compute: writes K,V of GPU-tier rows and attends to what lies there, or was loaded."""
         ...
 
     def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
@@ -209,8 +244,24 @@ class Stages(Protocol):
         """gpu.h2d: the attention output of the micro-batch goes up."""
         ...
 
+    def send_q(self, layer: int, batch: Batch) -> Op:
+        """gpu.d2h: q of the split rows goes down."""
+        ...
+
+    def cold_attention(self, layer: int, batch: Batch) -> Op:
+        """cpu.attention: the split rows attend to their cold pages, which gives a part of the output and its lse."""
+        ...
+
+    def fetch_cold(self, layer: int, batch: Batch) -> Op:
+        """gpu.h2d: those parts and their lse go up."""
+        ...
+
+    def merge(self, layer: int, batch: Batch) -> Op:
+        """gpu.compute: the two parts of each split row become its output."""
+        ...
+
     def load_kv(self, layer: int, segment: Segment) -> Op:
-        """gpu.h2d: K,V of this layer's earlier tokens of a chunked CPU-tier prefill go up into the staging area."""
+        """gpu.h2d: K,V of this layer's ``segment.loads`` first tokens go up into the staging area."""
         ...
 
     def offload_kv(self, layer: int, segment: Segment) -> Op:

@@ -30,6 +30,7 @@ class PricedStages:
         self.num_layers = shape.num_layers
         self.cost = ModelCost(shape, dtype, kv_dtype)
         self._attention = self.cost.decode_attention(0, 0)
+        self._cold: tuple[Work, Work, Work, Work] | None = None  # copy down, cold attention, copy up, merge
         self._attending: dict[int, tuple[Work, Work, Work]] = {}  # micro-batch -> copy down, attention, copy up
         self._linear: dict[tuple[int, int, bool], Op] = {}
         self._exposed = Work(EXPOSED, 0.0, 0, 1) if exposed else None
@@ -39,6 +40,10 @@ class PricedStages:
     def begin(self, batch: Batch) -> None:
         self._tokens = batch.num_tokens
         self._attention = batch_attention(self.cost, batch)  # the same at every layer
+        if rows := len(batch.split):
+            cost = self.cost
+            cold = cost.decode_attention(rows, batch.cold_kv_tokens)
+            self._cold = cost.send_q(rows), cold, cost.fetch_cold(rows), cost.merge(rows)
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         self.replan(micro_batch)
@@ -94,13 +99,29 @@ class PricedStages:
         work = self._attending[micro_batch.number][2]
         return Op("fetch output", H2D, work, None, micro_batch.layer, micro_batch.requests)
 
+    def send_q(self, layer: int, batch: Batch) -> Op:
+        return self._of_split("send q", D2H, 0, layer, batch)
+
+    def cold_attention(self, layer: int, batch: Batch) -> Op:
+        return self._of_split("cold attention", CPU, 1, layer, batch)
+
+    def fetch_cold(self, layer: int, batch: Batch) -> Op:
+        return self._of_split("fetch cold part", H2D, 2, layer, batch)
+
+    def merge(self, layer: int, batch: Batch) -> Op:
+        return self._of_split("merge", GPU, 3, layer, batch)
+
+    def _of_split(self, name: str, lane: str, which: int, layer: int, batch: Batch) -> Op:
+        assert self._cold is not None
+        return Op(name, lane, self._cold[which], None, layer, tuple([s.request.request_id for s in batch.split]))
+
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
-        """K,V of a whole request goes from ``blocks`` of tier ``source`` to the pages of the other that arrive."""
+        """K,V of ``tokens`` tokens goes from ``blocks`` of tier ``source`` to the pages of the other that arrive."""
         lane = D2H if source == GPU_TIER else H2D
         return Op("move k,v", lane, self.cost.move_request(tokens), requests=(request.request_id,))
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
-        return Op("load k,v", H2D, self.cost.offload_kv(segment.start), layer=layer)
+        return Op("load k,v", H2D, self.cost.offload_kv(segment.loads), layer=layer)
 
     def offload_kv(self, layer: int, segment: Segment) -> Op:
         return Op("offload k,v", D2H, self.cost.offload_kv(segment.num_tokens), layer=layer)

@@ -162,13 +162,27 @@ class ModelCost:
         self._check(rows=rows)
         return Work("copy", 0.0, rows * self._sizes[0], rows)
 
+    def send_q(self, rows: int) -> Work:
+        """q of split rows goes down at one layer: ``rows H_q D e`` bytes."""
+        return self.fetch_output(rows)
+
+    def fetch_cold(self, rows: int) -> Work:
+        """The cold part of the output of split rows, and its lse, go up: ``rows H_q (D e + 4)`` bytes."""
+        self._check(rows=rows)
+        return Work("copy", 0.0, rows * (self._sizes[0] + 4 * self.shape.num_q_heads), rows)
+
+    def merge(self, rows: int) -> Work:
+        """Two parts of the output of split rows and their lse are read, one is written. Its kind is ``other``."""
+        self._check(rows=rows)
+        return Work("other", 0.0, rows * (3 * self._sizes[0] + 8 * self.shape.num_q_heads), rows)
+
     def offload_kv(self, tokens: int) -> Work:
         """K and V of ``tokens`` prompt tokens move between the tiers at one layer (either way: ``load_kv``)."""
         self._check(tokens=tokens)
         return Work("copy", 0.0, tokens * self._sizes[2], tokens)
 
     def move_request(self, tokens: int) -> Work:
-        """K and V of a whole request of ``tokens`` tokens move between the tiers, all layers."""
+        """K and V of ``tokens`` tokens of a request move between the tiers, all layers."""
         self._check(tokens=tokens)
         return Work("copy", 0.0, tokens * self._sizes[2] * self.shape.num_layers, tokens)
 

@@ -30,7 +30,7 @@ class FastExecutor(Executor):
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def _layers(self, batch: Batch, made: Future) -> None:
-        if batch.offloaded:  # copies at every layer
+        if batch.split or batch.offloaded or batch.loaded:  # copies at every layer
             super()._layers(batch, made)
             return
         waiting, last = self._in_flight.waiting, self.stages.num_layers - 1

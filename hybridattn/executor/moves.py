@@ -1,4 +1,4 @@
-"""K,V of whole requests on its way between the tiers."""
+"""K,V on its way between the tiers."""
 
 from __future__ import annotations
 

@@ -6,6 +6,9 @@ A linear stage in which a micro-batch takes part, and a chunk of a prompt whose 
     gpu.compute           |linear l of G + micro-batch|            |attention l+1 of G|
     gpu.d2h                                      |send q,k,v l+1|offload k,v l+1|
     cpu.attention                                         |attention l+1 of the micro-batch ...
+
+Rows with pages on both tiers (see ``hybridattn.core.stages``) are waited for within their layer, so that their cold
+parts, which go before everything else on the CPU's lane, are all that the driver waits for at a layer by itself.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from hybridattn.executor.shared import Shared
 
 
 class Submitter:
-    """Submits the stages of a step with the copies around them, and copies of K,V. It waits for nothing but tokens."""
+    """Submits the stages of a step with the copies around them, and copies of K,V. It waits for nothing but tokens and
+    cold parts."""
 
     __slots__ = (
-        "_attended", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_offloaded", "_offloads", "_policy",
-        "_sampling", "_stages", "_stats", "_timeout_ns",
+        "_attended", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_loaded", "_offloaded", "_offloads",
+        "_policy", "_sampling", "_stages", "_stats", "_timeout_ns",
     )  # fmt: skip
 
     def __init__(self, shared: Shared) -> None:
@@ -37,6 +41,7 @@ class Submitter:
         self._timeout_ns = shared.timeout_ns
         self._last = shared.stages.num_layers - 1
         self._offloaded: tuple[Segment, ...] = ()  # prompts of the step whose K,V go to the CPU tier
+        self._loaded: tuple[Segment, ...] = ()  # prompts of the step for which K,V come up from there
         self._offloads: deque[Future] = deque()  # copies of their K,V that are not known to have ended
         self._attended: Future | None = None  # the GPU rows' attention of the layer before
         self._last_down: Future | None = None  # newest op of gpu.d2h: the lane is in order
@@ -48,29 +53,41 @@ class Submitter:
         """A step begins: embed the rows of ``batch`` and of new micro-batches, and make their q, k, v of layer 0."""
         if batch is not None:
             self._stages.begin(batch)
-            self._offloaded, self._attended = batch.offloaded, None
+            self._offloaded, self._loaded, self._attended = batch.offloaded, batch.loaded, None
         return self.linear(-1, batch, dispatched)
 
     def attention(self, layer: int, batch: Batch, made: Future) -> Future:
-        """Attention of the GPU rows, whose q, k, v ``made`` makes.
+        """Attention of the GPU rows, whose q, k, v ``made`` makes, cold parts included.
 
         Each op names the one before it, so that a failure ends the step.
         """
         after: tuple[Future, ...] = (made,)
-        if self._offloaded:
+        cold = self._cold_attention(layer, batch, made) if batch.split else None
+        if self._offloaded or self._loaded:
             after += self._move_prompts(layer, made)
         self._attended = attended = self._device.submit(self._stages.attention(layer, batch), after)
-        return attended
+        return attended if cold is None else self._merge(layer, batch, attended, cold)
+
+    def _cold_attention(self, layer: int, batch: Batch, made: Future) -> Future:
+        """q of the split rows goes down, and the CPU attends to their cold pages."""
+        self._last_down = down = self._device.submit(self._stages.send_q(layer, batch), (made,))
+        return self._device.submit(self._stages.cold_attention(layer, batch), (down,))
+
+    def _merge(self, layer: int, batch: Batch, attended: Future, cold: Future) -> Future:
+        """The cold parts, once they are there, go up and are merged with the hot ones."""
+        cold.wait(self._timeout_ns)
+        up = self._device.submit(self._stages.fetch_cold(layer, batch), (cold,))
+        return self._device.submit(self._stages.merge(layer, batch), (attended, up))
 
     def _move_prompts(self, layer: int, made: Future) -> tuple[Future, ...]:
-        """K,V of this layer of prompts of the CPU tier go down; those of earlier chunks come up, once the layer before
+        """K,V of this layer of prompts of the CPU tier go down; those of earlier tokens come up, once the layer before
         has done with the staging area. Returns what the attention comes after."""
         submit = self._device.submit
         for segment in self._offloaded:
             self._last_down = submit(self._stages.offload_kv(layer, segment), (made,))
             self._offloads.append(self._last_down)
         after = tuple([f for f in (self._attended, self._last_down) if f is not None])
-        return tuple([submit(self._stages.load_kv(layer, s), after) for s in self._offloaded if s.start > 0])
+        return tuple([submit(self._stages.load_kv(layer, s), after) for s in self._loaded])
 
     def linear(
         self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch], attended: Future | None = None

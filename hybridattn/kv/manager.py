@@ -8,6 +8,10 @@ context (K,V that a session left behind), or on one of the two sides of a copy u
     request                  |MOVING: no row of it runs                   |decodes on, prefills, or pauses
     driver                   move                                         arrived
 
+The oldest pages of a request that decodes on the GPU tier may go down, and the newest of those come up, while it
+decodes on (``move_pages``): nothing is written to them any more, and they are read where they were until the copy has
+ended.
+
 Bookkeeping only: the bytes live in ``hybridattn.kv.storage``, copies are the executor's, queues are the scheduler's.
 """
 
@@ -26,21 +30,22 @@ from hybridattn.kv.contexts import Contexts
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """All pages of a request on their way to the tier that it now names.
+    """Pages of a request on their way to the other tier.
 
     Attributes
     ----------
     source : the tier that they come from
     pages : those that the copy reads, in order of position; it writes ``request.pages.arriving``
     tokens : whose K,V is copied
-    then : what the request does next: decode on, prefill what a session's turn adds to its context, or pause
+    then : what the request does next: decode on, prefill what a session's turn adds to its context, or pause; None: it
+        decodes all the while
     """
 
     request: Request
     source: str
     pages: tuple[int, ...]
     tokens: int
-    then: State
+    then: State | None
 
 
 class Victims(Protocol):
@@ -95,18 +100,26 @@ class KVManager:
 
     # -- a request begins and ends -----------------------------------------------------------------------------------
 
-    def admit(self, request: Request, tier: str) -> None:
-        """Pages of all its known tokens on ``tier``. What its session's context holds of them is taken up; from the
-        other tier it has to come first, and the request is MOVING."""
+    def admit(self, request: Request, tier: str, cold: int = 0) -> None:
+        """Pages of all its known tokens on ``tier``, where that is the GPU's but for the ``cold`` oldest.
+
+        What its session's context holds of them is taken up; what lies elsewhere has to come first, and the request is
+        MOVING.
+        """
         request.tier = tier
         taken = self.contexts.take(request.session, request) if request.session else None
         if taken is not None:
             held, request.num_computed = taken
             request.pages, held.pages = held.pages, PageTable()
-            if held.tier != tier:
-                self._move(request, tier, self.need(request), State.PREFILL)
-                return
-        request.pages.append(tier, self._take(tier, self.need(request) - len(request.pages)))
+        table, need = request.pages, self.need(request)
+        come = len(table.cold) - cold if tier == GPU_TIER else len(table.hot)
+        if come > 0:
+            request.state = State.MOVING
+            self._move(request, tier, come, come + need - len(table), State.PREFILL)
+            return
+        if cold and not table.hot:
+            table.append(CPU_TIER, self._take(CPU_TIER, cold - len(table.cold)))
+        table.append(tier, self._take(tier, need - len(table)))
 
     def give_back(self, request: Request) -> None:
         """All pages of a request: what it knows has to be computed again."""
@@ -149,7 +162,7 @@ class KVManager:
             return False
         if self.contexts.evict(tier):
             return True
-        if any(m.source == tier and m.then is State.PAUSED for m in self.under_way):
+        if any(m.source == tier and m.request.state is not State.MOVING for m in self.under_way):
             return False
         return victims.give_way(request)
 
@@ -177,21 +190,36 @@ class KVManager:
     def move(self, request: Request, tier: str) -> None:
         """A request that decodes goes to ``tier``, with room for all its known tokens."""
         request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
-        self._move(request, tier, self.need(request), State.DECODE)
+        count = len(request.pages.on(other(tier)))
+        request.tier, request.state = tier, State.MOVING
+        self._move(request, tier, count, count + self.need(request) - len(request.pages), State.DECODE)
 
     def move_context(self, held: Request, tier: str) -> None:
         """A context goes to ``tier``."""
-        self._move(held, tier, len(held.pages), State.PAUSED)
+        count = len(held.pages.on(other(tier)))
+        held.tier = tier
+        self._move(held, tier, count, count, State.PAUSED)
 
-    def _move(self, request: Request, tier: str, room: int, then: State) -> None:
-        table, source = request.pages, other(tier)
-        pages = tuple(table.on(source))
-        (table.move_down if tier == CPU_TIER else table.move_up)(len(pages), self._take(tier, room))
-        request.tier = tier
-        request.in_flight = True
-        if then is not State.PAUSED:
-            request.state = State.MOVING
-        move = Move(request, source, pages, request.num_computed, then)
+    def move_pages(self, request: Request, tier: str, count: int) -> None:
+        """Down, the ``count`` oldest pages of the GPU tier, or up, the newest of the CPU tier; all are full."""
+        self._move(request, tier, count, count, None)
+
+    def _move(self, request: Request, tier: str, count: int, room: int, then: State | None) -> None:
+        """``count`` pages of the other tier go to ``room`` pages of ``tier``, or to as many where others lie there."""
+        table = request.pages
+        pages = tuple(table.hot[:count] if tier == CPU_TIER else table.cold[-count:])
+        first = len(table.cold) - (0 if tier == CPU_TIER else count)
+        tokens = min(request.num_computed, (first + count) * self._page) - first * self._page
+        if tier == CPU_TIER:
+            table.move_down(count, self._take(tier, room))
+        else:
+            behind = room - count if table.hot else 0  # follow on those that are there
+            table.move_up(count, self._take(tier, room - behind))
+            if behind:
+                table.append(tier, self._take(tier, behind))
+        if then is not None:
+            request.in_flight = True
+        move = Move(request, other(tier), pages, tokens, then)
         self._begun.append(move)
         self.under_way.append(move)
 

@@ -2,12 +2,16 @@
 
 staging pages   | earlier tokens of the one chunked CPU-tier prompt, then its chunk | prompts that begin here ... |
                   0 ..                                                                ``Staging.long_pages`` ..
+
+The chunk of a GPU-tier prompt with cold pages attends to its own tier's, then to the cold ones in the front of the
+staging pages, and the parts are merged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +50,14 @@ class Descent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Consecutive prompt chunks of one tier: one kernel launch per layer."""
+    """Consecutive prompt chunks of one tier: one kernel launch per layer. A chunk with cold pages is a group of its
+    own, with the plans of its ``cold_part``."""
 
     rows: slice
     pages: CudaPages
     layered: bool  # pages of all layers (the tier's), or of one (staging)
     plans: dict[int | None, gpu_kernels.PrefillPlan]  # by window
+    cold_part: dict[int | None, gpu_kernels.PrefillPlan]
 
 
 class CudaRows(GpuRows):
@@ -87,12 +93,17 @@ class CudaRows(GpuRows):
     def _plan_decodes(self) -> dict:
         if not self.decodes:
             return {}
-        table, lens, _ = decode_tables(self.decodes, self._pages.page_size)
+        table, lens, _, first = decode_tables(self.decodes, self._pages.page_size)
         heads = self._config.shape.num_q_heads
         return {
             window: gpu_kernels.plan_decode(
-                *self._pages.cache(), torch.from_numpy(table), torch.from_numpy(lens), heads, **self._options(window)
-            )
+                *self._pages.cache(),
+                torch.from_numpy(table),
+                torch.from_numpy(lens),
+                heads,
+                key_start=torch.from_numpy(first),
+                **self._options(window),
+            )  # fmt: skip
             for window in set(self._config.layer_windows)
         }
 
@@ -111,7 +122,7 @@ class CudaRows(GpuRows):
     def _plan_prefills(self, tables: dict[int, np.ndarray]) -> tuple[Group, ...]:
         runs: list[list[PrefillRows]] = []
         for chunk in self.prefills:
-            if not runs or runs[-1][0].tier != chunk.tier:
+            if not runs or runs[-1][0].tier != chunk.tier or chunk.cold or runs[-1][0].cold:
                 runs.append([])
             runs[-1].append(chunk)
         return tuple(self._group(chunks, tables) for chunks in runs)
@@ -121,14 +132,24 @@ class CudaRows(GpuRows):
         pages = self._pages if on_gpu else self._staging.pages
         table = torch.from_numpy(block_table([(c.blocks if on_gpu else tables[id(c)]).tolist() for c in chunks]))
         starts = torch.tensor(np.cumsum([0, *(c.count for c in chunks)]), dtype=torch.int32)
-        lens = torch.tensor([c.end for c in chunks], dtype=torch.int32)
-        plans = {
-            window: gpu_kernels.plan_prefill(
-                *pages.cache(), table, starts, lens, self._config.shape.num_q_heads, **self._options(window)
-            )
-            for window in set(self._config.layer_windows)
+        first = torch.tensor([c.cold for c in chunks])
+        lens = torch.tensor([c.end - c.cold for c in chunks], dtype=torch.int32)
+        plans = self._prefill_plans(pages, table, starts, lens, key_start=first)
+        cold_part = {}
+        if chunks[0].cold:
+            table = torch.arange(chunks[0].cold // self._pages.page_size, dtype=torch.int32)[None]
+            at = torch.tensor([chunks[0].start])
+            cold_part = self._prefill_plans(self._staging.pages, table, starts, first.int(), query_pos=at)
+        return Group(slice(chunks[0].first, chunks[-1].rows.stop), pages, on_gpu, plans, cold_part)
+
+    def _prefill_plans(
+        self, pages: CudaPages, table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, **where: Any
+    ) -> dict[int | None, gpu_kernels.PrefillPlan]:
+        heads, (k, v) = self._config.shape.num_q_heads, pages.cache()
+        return {
+            w: gpu_kernels.plan_prefill(k, v, table, starts, lens, heads, **where, **self._options(w))
+            for w in set(self._config.layer_windows)
         }
-        return Group(slice(chunks[0].first, chunks[-1].rows.stop), pages, on_gpu, plans)
 
     def _slot_mappings(self, tables: dict[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where each row's K,V go: slots of the tier's pages, and of the staging pages (None: no row); -1: nowhere."""
@@ -160,15 +181,21 @@ class CudaRows(GpuRows):
             self._append(self._staging.pages, 0, self._staging_slots)
         n = self.num_decodes
         if n:
-            self._plans[window].run(
+            _, self.lse = self._plans[window].run(
                 self.q[:n], *self._pages.cache(layer), self.out[:n], workspace=self._workspace,
                 **self._pages.scales(layer),
             )  # fmt: skip
         for group in self._groups:
             at = layer if group.layered else 0
-            group.plans[window].run(
-                self.q[group.rows], *group.pages.cache(at), self.out[group.rows], **group.pages.scales(at)
-            )
+            q, staging = self.q[group.rows], self._staging.pages
+            part = group.plans[window].run(q, *group.pages.cache(at), self.out[group.rows], **group.pages.scales(at))
+            if group.cold_part:
+                cold = group.cold_part[window].run(q, *staging.cache(), **staging.scales())
+                gpu_kernels.merge_state(*part, *cold, *part)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        hot = self.hot_part()
+        gpu_kernels.merge_state(*hot, out, lse, *hot)
 
     def _append(self, pages: CudaPages, layer: int, slots: torch.Tensor) -> None:
         gpu_kernels.append_kv(self.k, self.v, *pages.cache(layer), slots, check_ids=False, **pages.scales(layer))

@@ -20,8 +20,9 @@ class PrefillRows:
     count: int
     start: int
     tier: str
-    blocks: np.ndarray  # int64 pages, in order of position
+    blocks: np.ndarray  # int64 pages of that tier, in order of position
     slot_mapping: np.ndarray  # int64, of its own tokens
+    cold: int  # tokens before those of ``blocks``
 
     @property
     def rows(self) -> slice:
@@ -34,7 +35,8 @@ class PrefillRows:
 
 
 class GpuRows:
-    """Decode rows first, then prompt chunks; ``x``, ``q``, ``k``, ``v``, ``out`` are replaced by each op in turn.
+    """Decode rows first, the ``num_split`` split ones in front, then prompt chunks; ``x``, ``q``, ``k``, ``v``, ``out``
+    are replaced by each op in turn, and ``lse`` where there are split rows, whose hot part ``out`` is until the merge.
 
     ``kv[layer]`` keeps the K,V of a layer until the chunk of a CPU-tier prefill has been handed down. How the rows
     attend is the GPU tier's business: it derives a class of its own.
@@ -50,12 +52,13 @@ class GpuRows:
             np.asarray([e - 1 for e, s in zip(ends, segments, strict=True) if s.samples], np.int64)
         )
         self.decodes = [s for s in segments if not s.prefill]
-        self.num_decodes = len(self.decodes)
+        self.num_decodes, self.num_split = len(self.decodes), len(batch.split)
         self.prefills = [
             PrefillRows(
                 int(end) - s.num_tokens, s.num_tokens, s.start, s.tier,
                 np.asarray(s.request.pages.on(s.tier), np.int64),
-                slots(s.request.pages.on(s.tier), s.start, s.num_tokens, page_size),
+                slots(s.request.pages.on(s.tier), s.start - s.cold, s.num_tokens, page_size),
+                s.cold,
             )
             for end, s in zip(ends, segments, strict=True)
             if s.prefill
@@ -63,7 +66,7 @@ class GpuRows:
         names = [s.request.request_id for s in segments if s.prefill]
         self.chunk_of = dict(zip(names, self.prefills, strict=True))
         self.last_handed_down = next((c for c in reversed(self.prefills) if c.tier == CPU_TIER), None)
-        self.x = self.q = self.k = self.v = self.out = torch.empty(0)
+        self.x = self.q = self.k = self.v = self.out = self.lse = torch.empty(0)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take_kv(self, layer: int, chunk: PrefillRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,13 +75,22 @@ class GpuRows:
         return k[chunk.rows], v[chunk.rows]
 
     def attend(self, layer: int) -> None:
-        """Write the K,V of GPU-tier rows and attend; the result is ``out``."""
+        """Write the K,V of GPU-tier rows and attend; the result is ``out``, and ``lse`` where there are split rows."""
         raise NotImplementedError
 
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """The cold parts of the split rows, ``[num_split, num_q_heads, head_dim]`` and their lse, enter ``out``."""
+        raise NotImplementedError
 
-def decode_tables(decodes: list[Segment], page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Block table int32 ``[n, max_pages]``, lengths int32 ``[n]`` with the new token, its slots int64 ``[n]``."""
+    def hot_part(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` and ``lse`` of the split rows."""
+        return self.out[: self.num_split], self.lse[: self.num_split]
+
+
+def decode_tables(decodes: list[Segment], page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What decode rows attend to on the GPU: block table int32 ``[n, max_pages]``, keys int32 ``[n]`` with the new
+    token, its slots int64 ``[n]``, and the positions int64 ``[n]`` of the first keys."""
     table = block_table([s.request.pages.hot for s in decodes])
-    lens = np.array([s.start + 1 for s in decodes], np.int32)
-    mapping = np.array([slots(s.request.pages.hot, s.start, 1, page_size)[0] for s in decodes], np.int64)
-    return table, lens, mapping
+    lens = np.array([s.start + 1 - s.cold for s in decodes], np.int32)
+    mapping = np.array([slots(s.request.pages.hot, s.start - s.cold, 1, page_size)[0] for s in decodes], np.int64)
+    return table, lens, mapping, np.array([s.cold for s in decodes], np.int64)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from cpu_kernels import KVPages, append_kv, copy_pages, gather_kv, plan_decode
+from cpu_kernels import KVPages, append_kv, copy_pages, gather_kv, merge_state, plan_decode
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch, RowFault
@@ -97,11 +97,11 @@ class HostRows(GpuRows):
         """One plan per window that the model's layers have; each serves all layers with that window."""
         if not self.decodes:
             return {}
-        table, lens, mapping = decode_tables(self.decodes, page_size)
+        table, lens, mapping, first = decode_tables(self.decodes, page_size)
         return {
             window: plan_decode(
                 self._pages, table, lens, self._config.shape.num_q_heads, sm_scale=self._sm_scale,
-                window_left=-1 if window is None else window - 1, slot_mapping=mapping,
+                window_left=-1 if window is None else window - 1, slot_mapping=mapping, key_start=first,
             )
             for window in set(self._config.layer_windows)
         }  # fmt: skip
@@ -111,11 +111,17 @@ class HostRows(GpuRows):
         n = self.num_decodes
         if n:
             plan = self._plans[self._config.layer_windows[layer]]
-            plan.run(self.q[:n], self.out[:n], layer=layer, k_new=self.k[:n], v_new=self.v[:n])
+            self.lse = torch.empty(self.q[:n].shape[:2])
+            lse = self.lse if self.num_split else None
+            plan.run(self.q[:n], self.out[:n], lse, layer=layer, k_new=self.k[:n], v_new=self.v[:n])
         for chunk in self.prefills:
             k, v = self._keys(chunk, layer)
             window = self._config.layer_windows[layer]
             self.out[chunk.rows] = causal_attention(self.q[chunk.rows], k, v, chunk.start, self._sm_scale, window)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        hot = self.hot_part()
+        merge_state(*hot, out, lse, *hot)
 
     def _keys(self, chunk: PrefillRows, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K,V of a chunk and of the tokens before it, ``[start + count, num_kv_heads, head_dim]`` each."""
@@ -124,9 +130,10 @@ class HostRows(GpuRows):
             append_kv(self._pages, layer, k, v, chunk.slot_mapping)
         if chunk.start == 0:
             return k, v
-        if chunk.tier != GPU_TIER:
-            staging = self._staging
-            return torch.cat([staging[0, : chunk.start], k]), torch.cat([staging[1, : chunk.start], v])
-        k, v = (torch.empty(chunk.end, *t.shape[1:], dtype=t.dtype) for t in (k, v))
-        gather_kv(self._pages, layer, chunk.blocks, chunk.end, k, v)
-        return k, v
+        loaded = chunk.start
+        if chunk.tier == GPU_TIER:
+            loaded, count = chunk.cold, chunk.end - chunk.cold
+            k, v = (torch.empty(count, *t.shape[1:], dtype=t.dtype) for t in (k, v))
+            gather_kv(self._pages, layer, chunk.blocks, count, k, v)
+        staging = self._staging
+        return torch.cat([staging[0, :loaded], k]), torch.cat([staging[1, :loaded], v])

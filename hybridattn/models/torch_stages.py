@@ -8,6 +8,7 @@ the output up, and the next ``linear`` reads it together with the row's residual
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,7 @@ class TorchStages:
         self._backend, self._on_pool = backend, backends.on_pool(backend)
         self._plans: dict[int, MicroBatchPlan] = {}
         self._rows: GpuRows | None = None
+        self._cold: dict = {}  # window -> DecodePlan over the cold pages of the split rows
         self._attention_work = self.cost.decode_attention(0, 0)
         self._sample_rows: list[SampleRow] = []
 
@@ -84,6 +86,12 @@ class TorchStages:
         self._rows = self.gpu_tier.rows(batch)
         self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
+        self._cold = self._plan_cold(batch.split) if batch.split else {}
+
+    def _plan_cold(self, split: Sequence[Segment]) -> dict:
+        table = block_table([s.request.pages.cold for s in split])
+        lens = np.array([s.cold for s in split], np.int32)
+        return self._plan_decodes(table, lens, query_pos=np.array([s.start for s in split], np.int64))
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         rows, to_device = micro_batch.rows, self.gpu_tier.to_device
@@ -105,10 +113,14 @@ class TorchStages:
             ],
             np.int64,
         )
-        self._plans[micro_batch.number].attention = {
+        self._plans[micro_batch.number].attention = self._plan_decodes(table, lens, slot_mapping=mapping)
+
+    def _plan_decodes(self, table: np.ndarray, lens: np.ndarray, **where: Any) -> dict:
+        """Plans over the CPU tier's pages, one per window that the model's layers have."""
+        return {
             window: plan_decode(
                 self.gpu_tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
-                window_left=-1 if window is None else window - 1, slot_mapping=mapping, backend=self._backend,
+                window_left=-1 if window is None else window - 1, backend=self._backend, **where,
             )
             for window in set(self.model_config.layer_windows)
         }  # fmt: skip
@@ -223,6 +235,33 @@ class TorchStages:
         run = lambda: exchange.fetch_output(layer, where)  # noqa: E731
         return _micro_batch_op("fetch output", H2D, self.cost.fetch_output(len(micro_batch.rows)), micro_batch, run)
 
+    # -- split rows --------------------------------------------------------------------------------------------------
+
+    def send_q(self, layer: int, batch: Batch) -> Op:
+        rows, parts = self._gpu_rows(), self.exchange.cold
+        run = lambda: parts.send_q(rows.q[: rows.num_split])  # noqa: E731
+        return _split_op("send q", D2H, self.cost.send_q(len(batch.split)), layer, batch, run)
+
+    def cold_attention(self, layer: int, batch: Batch) -> Op:
+        plan, parts, n = self._cold[self.model_config.layer_windows[layer]], self.exchange.cold, len(batch.split)
+        args = plan, parts.q[:n], parts.out[:n], parts.lse[:n]
+        work = self.cost.decode_attention(n, batch.cold_kv_tokens)
+        op = _split_op("cold attention", CPU, work, layer, batch, lambda: plan.run(*args[1:], layer=layer))
+        if self._on_pool:
+            op.native = lambda pool: pool.submit(*args, layer=layer)
+        return op
+
+    def fetch_cold(self, layer: int, batch: Batch) -> Op:
+        parts, n = self.exchange.cold, len(batch.split)
+        return _split_op("fetch cold part", H2D, self.cost.fetch_cold(n), layer, batch, lambda: parts.fetch(n))
+
+    def merge(self, layer: int, batch: Batch) -> Op:
+        rows, parts, n = self._gpu_rows(), self.exchange.cold, len(batch.split)
+        run = lambda: rows.merge(parts.up[:n], parts.lse_up[:n])  # noqa: E731
+        return _split_op("merge", GPU, self.cost.merge(n), layer, batch, run)
+
+    # -- K,V between the tiers ---------------------------------------------------------------------------------------
+
     def move(self, request: RequestLike, source: str, blocks: Sequence[int], tokens: int) -> Op:
         """K,V of ``tokens`` tokens, all layers, go from ``blocks`` of tier ``source`` to the pages that arrive."""
         count = blocks_for(tokens, self.config.page_size)
@@ -233,9 +272,9 @@ class TorchStages:
         return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
-        blocks, start = np.asarray(segment.request.pages.cold, np.int64), segment.start
-        run = self.gpu_tier.load_kv(layer, blocks, start)
-        return _segment_op("load k,v", H2D, self.cost.offload_kv(start), layer, segment, run)
+        blocks, count = np.asarray(segment.request.pages.cold, np.int64), segment.loads
+        run = self.gpu_tier.load_kv(layer, blocks, count)
+        return _segment_op("load k,v", H2D, self.cost.offload_kv(count), layer, segment, run)
 
     def offload_kv(self, layer: int, segment: Segment) -> Op:
         rows = self._gpu_rows()
@@ -256,6 +295,10 @@ def _slab_rows(micro_batch: MicroBatch) -> slice:
 
 def _micro_batch_op(name: str, lane: str, work: Work, micro_batch: MicroBatch, run: Callable[[], object]) -> Op:
     return Op(name, lane, work, run, layer=micro_batch.layer, requests=micro_batch.requests)
+
+
+def _split_op(name: str, lane: str, work: Work, layer: int, batch: Batch, run: Callable[[], object]) -> Op:
+    return Op(name, lane, work, run, layer=layer, requests=tuple(s.request.request_id for s in batch.split))
 
 
 def _segment_op(name: str, lane: str, work: Work, layer: int, segment: Segment, run: Callable[[], None]) -> Op:

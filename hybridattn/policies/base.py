@@ -11,11 +11,11 @@ for all, ``detour``: which of them, if any, gets the linear stage of its own lay
 
 The order in which a policy is asked, for one step:
 
-    move_up -> prompts -> begin -> dispatch
+    move_up -> prompts, cold_pages -> begin -> dispatch
         -> at each layer: ask, for each micro-batch there; no_detour, detour, until None
 
-``begin``, ``prompts``, ``move_up`` and ``detour`` cost time at every step or layer, so a policy has to declare them
-(``hooks``).
+``begin``, ``prompts``, ``move_up``, ``cold_pages`` and ``detour`` cost time at every step or layer, so a policy has to
+declare them (``hooks``).
 
 Decisions depend on the views seen so far and on the cost model given at construction, on nothing else: no device, no
 clock, no random source. Those of a micro-batch and of a layer are asked for in the layer loop: the executor shows its
@@ -35,7 +35,7 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.renamed import MEMBERS, NAMES
 
-HOOKS = frozenset({"begin", "prompts", "detour", "move_up"})
+HOOKS = frozenset({"begin", "prompts", "detour", "move_up", "cold_pages"})
 
 
 class Decision(Enum):
@@ -66,6 +66,18 @@ class TierView:
 
     def admits(self, request: RequestView) -> bool:
         return request.blocks_now <= self.free and request.blocks_max <= self.total
+
+
+class ColdView(NamedTuple):
+    """The requests whose newest tokens lie on the GPU tier, one that may begin now included: how many they are, the
+    pages that they hold on both tiers, those of them that lie on the CPU tier, pages of the GPU tier in all, and tokens
+    of a page."""
+
+    requests: int
+    pages: int
+    cold: int
+    gpu_pages: int
+    page_size: int
 
 
 class StepView(NamedTuple):
@@ -177,14 +189,15 @@ class Policy:
     Attributes
     ----------
     priority : class of its ops on the cpu.attention lane
-    hooks : which of ``begin``, ``prompts``, ``move_up`` and ``detour`` are called at all; with ``detour`` the driver
-        keeps up with the GPU at every layer while a micro-batch is in flight, which ``ask`` needs as well where it
-        answers DETOUR
+    hooks : which of ``begin``, ``prompts``, ``move_up``, ``cold_pages`` and ``detour`` are called at all; with
+        ``detour`` the driver keeps up with the GPU at every layer while a micro-batch is in flight, which ``ask`` needs
+        as well where it answers DETOUR
     next_detour_ns : ``detour`` is not asked before this time, nor is ``no_detour``
     dispatch_cap : most idle rows that ``dispatch`` wants to see, oldest first (None: all)
     swap_in_below : share of the GPU tier's pages in use below which requests of the CPU tier move up, oldest first, and
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
         of computing it again later (None: no moves; also none where the stages cannot move K,V)
+    cold_only_when_full : ``cold_pages`` wants no cold page as long as the GPU tier has room for all
     moves_block : a step waits for the moves that begin with it, and the requests that moved take part in it
     costs : cost model of the policies that have one
     forecasts : the executor fills the predicted times of the views, by ``costs``
@@ -197,6 +210,7 @@ class Policy:
     next_detour_ns = 0
     dispatch_cap: int | None = None
     forecasts = False
+    cold_only_when_full = True
     swap_in_below: float | None = None
     moves_block = False
     costs: Costs | None = None
@@ -253,6 +267,13 @@ class Policy:
         so that nobody has to go down again.
         """
         return False
+
+    def cold_pages(self, view: ColdView) -> tuple[int, int]:
+        """How many of the pages should lie on the CPU tier at least, and how many may where the GPU tier has no room
+        for all. Each request's oldest pages do, never its newest. Only with the hook ``cold_pages``, without which a
+        request lies on one tier as a whole.
+        """
+        return 0, 0
 
     def begin(self, view: StepView) -> None:
         """A step begins: the place to plan. Only with the hook ``begin``.

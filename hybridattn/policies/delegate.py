@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hybridattn.policies.base import (
     HOOKS,
+    ColdView,
     Decision,
     DispatchView,
     LayerView,
@@ -71,6 +72,7 @@ class Wrapper(Delegate):
         self.forecasts = policy.forecasts
         self.swap_in_below = policy.swap_in_below
         self.moves_block = policy.moves_block
+        self.cold_only_when_full = policy.cold_only_when_full
         self.costs = policy.costs
         self.cpu_fraction = policy.cpu_fraction
 
@@ -85,6 +87,9 @@ class Wrapper(Delegate):
 
     def move_up(self, gpu_rows: int, cpu_rows: int) -> bool:
         return self.policy.move_up(gpu_rows, cpu_rows)
+
+    def cold_pages(self, view: ColdView) -> tuple[int, int]:
+        return self.policy.cold_pages(view)
 
     def begin(self, view: StepView) -> None:
         self.policy.begin(view)

@@ -14,9 +14,10 @@ from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, CpuOnly, FixedFraction, GpuOnly, SyncOffload
 from hybridattn.policies.planning import AsyncChooser, Predict
 from hybridattn.policies.renamed import OPTIONS
+from hybridattn.policies.split import Split
 
 POLICIES: dict[str, type[Policy]] = {
-    p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric, Adaptive, Auto)
+    p.name: p for p in (GpuOnly, CpuOnly, SyncOffload, FixedFraction, AsyncOverlap, Asymmetric, Split, Adaptive, Auto)
 }
 
 

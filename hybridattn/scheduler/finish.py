@@ -20,7 +20,7 @@ class Finish:
 
     Attributes
     ----------
-    leaving : requests that left while a row of theirs is in flight, or while they moved
+    leaving : requests that left while a row of theirs is in flight, or while pages of theirs moved
     """
 
     __slots__ = ("_kv", "_on_end", "_queues", "leaving")
@@ -32,13 +32,14 @@ class Finish:
         self.leaving = 0
 
     def end(self, request: Request, reason: str, now_ns: int) -> None:
-        """End a request. With a row in flight it leaves first: its pages are held until that future has ended."""
+        """End a request. With a row in flight, or pages on their way, it leaves first: its pages are held until that
+        future has ended."""
         if request.state is State.FINISHED:
             return
         request.finish_reason = request.finish_reason or reason
         request.end_ns = now_ns
         request.requeue = False
-        if request.in_flight:
+        if _held(request):
             self._leave(request)
             return
         queues = self._queues
@@ -55,7 +56,7 @@ class Finish:
         """Take a request's pages away; it will be recomputed from its known tokens."""
         request.preemptions += 1
         request.requeue = True
-        if request.in_flight:
+        if _held(request):
             self._leave(request)
         else:
             self._requeue(request)
@@ -82,3 +83,7 @@ class Finish:
         request.state = State.WAITING
         request.requeue = False
         self._queues.wait(request)
+
+
+def _held(request: Request) -> bool:
+    return request.in_flight or request.pages.goes_to is not None

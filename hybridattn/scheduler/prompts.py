@@ -14,6 +14,7 @@ from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, CpuRow, Segment
 from hybridattn.kv.manager import KVManager
 from hybridattn.policies.base import Policy, PromptView, RequestView, TierView
+from hybridattn.scheduler.cold_pages import ColdPages
 from hybridattn.scheduler.queues import Queues
 from hybridattn.scheduler.swaps import Swaps
 
@@ -21,14 +22,23 @@ from hybridattn.scheduler.swaps import Swaps
 class Prompts:
     """Admission and chunked prefill."""
 
-    __slots__ = ("_asks", "_config", "_kv", "_policy", "_queues", "_swaps")
+    __slots__ = ("_asks", "_cold_pages", "_config", "_kv", "_policy", "_queues", "_swaps")
 
-    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, swaps: Swaps) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: Policy,
+        queues: Queues,
+        kv: KVManager,
+        swaps: Swaps,
+        cold_pages: ColdPages,
+    ) -> None:
         self._config = config
         self._policy = policy
         self._queues = queues
         self._kv = kv
         self._swaps = swaps
+        self._cold_pages = cold_pages
         self._asks = "prompts" in policy.hooks
 
     def segments(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
@@ -39,10 +49,10 @@ class Prompts:
         wanted: int | None = None
         for request in queues.prefilling:
             if budget > 0:
-                budget -= _chunk(request, budget, segments)
+                budget -= self._chunk(request, budget, segments)
         while budget > 0 and queues.waiting and len(queues.running) < self._config.max_num_seqs:
             request = queues.waiting[0]
-            tier = self._tier_for(request, budget, segments)
+            tier, cold = self._tier_for(request, budget, segments)
             if tier is None:
                 break
             if tier == CPU_TIER and self._asks:
@@ -51,41 +61,49 @@ class Prompts:
                 if wanted <= 0:
                     break
                 wanted -= 1
-            self._admit(request, tier, now_ns)
+            self._admit(request, tier, cold, now_ns)
             if request.state is State.PREFILL:
-                budget -= _chunk(request, budget, segments)
+                budget -= self._chunk(request, budget, segments)
         return segments
 
     # -- may it begin? -----------------------------------------------------------------------------------------------
 
-    def _tier_for(self, request: Request, budget: int, segments: list[Segment]) -> str | None:
-        """The tier that takes the request now; None: it waits, for room, for the staging area, or for its context."""
+    def _tier_for(self, request: Request, budget: int, segments: list[Segment]) -> tuple[str | None, int]:
+        """The tier that takes the request now, and how many of its pages lie on the CPU tier beside; None: it waits,
+        for room, for the staging area, or for its context."""
         held = self._kv.contexts.find(request.session)
         if held is not None and held.in_flight:
-            return None  # its context is on its way
-        kv = self._kv
+            return None, 0  # its context is on its way
+        kv, cold = self._kv, 0
         tier = self._policy.place(
             RequestView(request.index, kv.need(request), kv.need_at_most(request)),
             {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS},
         )
-        if tier is None or (tier == CPU_TIER and self._must_wait_for_staging(request, held, budget, segments)):
-            return None
+        if tier != CPU_TIER and self._cold_pages.wanted:
+            parts = self._cold_pages.at_admission(request)
+            tier, cold = (None, 0) if parts is None else (GPU_TIER, parts)
+        if tier is None:
+            return None, 0
+        if (tier == CPU_TIER or cold) and self._must_wait_for_staging(request, cold, held, budget, segments):
+            return None, 0
         if held is not None and not self._can_take_up(held, tier):
-            return None
-        return tier
+            return None, 0
+        return tier, cold
 
     def _must_wait_for_staging(
-        self, request: Request, held: Request | None, budget: int, segments: list[Segment]
+        self, request: Request, cold: int, held: Request | None, budget: int, segments: list[Segment]
     ) -> bool:
         if held is None:
-            return request.num_tokens > budget and self._staging_taken(segments)
-        pulled = any(s.tier == CPU_TIER and s.start > 0 for s in segments if s.prefill)  # in this very step
+            return bool(cold or request.num_tokens > budget) and self._staging_taken(segments)
+        pulled = any(s.loads for s in segments if s.prefill)  # in this very step
         return pulled or self._staging_taken(segments)
 
     def _staging_taken(self, segments: list[Segment]) -> bool:
-        """A chunked CPU-tier prefill that goes on after this step owns the staging area of earlier K,V."""
+        """A chunked prefill with K,V on the CPU tier that goes on after this step owns the staging area of earlier
+        K,V."""
         through = {id(s.request) for s in segments if s.samples}
-        return any(r.tier == CPU_TIER and id(r) not in through for r in self._queues.prefilling)
+        begun = (r for r in self._queues.running if r.state in (State.PREFILL, State.MOVING))
+        return any(r.pages.stays_cold and id(r) not in through for r in begun)
 
     def _can_take_up(self, held: Request, tier: str) -> bool:
         """False: the context first has to go down. A prompt that goes on from K,V on the CPU tier needs the staging
@@ -132,23 +150,24 @@ class Prompts:
 
     # -- it begins ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: Request, tier: str, now_ns: int) -> None:
+    def _admit(self, request: Request, tier: str, cold: int, now_ns: int) -> None:
         if tier not in TIERS:
             raise InputError(
                 f"policy '{self._policy.name}' placed request {request.request_id} on the unknown tier '{tier}'"
             )
         self._queues.waiting.pop(0)
         request.state = State.PREFILL
-        self._kv.admit(request, tier)
+        self._kv.admit(request, tier, cold)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
         self._queues.admit(request)
 
-
-def _chunk(request: Request, budget: int, segments: list[Segment]) -> int:
-    """The next tokens of a prompt, at most ``budget``; returns how many."""
-    start = request.num_computed
-    count = min(budget, request.num_tokens - start)
-    last = start + count == request.num_tokens
-    segments.append(Segment(request, request.tier, start, count, samples=last, prefill=True))
-    return count
+    def _chunk(self, request: Request, budget: int, segments: list[Segment]) -> int:
+        """The next tokens of a prompt, at most ``budget`` and all of one tier; returns how many."""
+        start, cold = request.num_computed, len(request.pages.cold) * self._config.page_size
+        on_cpu = start < cold
+        count = min(budget, min(cold, request.num_tokens) - start if on_cpu else request.num_tokens - start)
+        last = start + count == request.num_tokens
+        tier = CPU_TIER if on_cpu else GPU_TIER
+        segments.append(Segment(request, tier, start, count, last, prefill=True, cold=0 if on_cpu else cold))
+        return count

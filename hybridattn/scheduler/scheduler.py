@@ -7,6 +7,7 @@ first, and when a tier is full the youngest of its requests gives its pages back
       Queues    requests by what they do next
       Prompts   which requests begin, on which tier, and how much of a prompt a step reads
       Swaps     which requests change their tier
+      ColdPages which of their oldest pages lie on the other tier
       Victims   who gives pages up when a tier is full
       Finish    how requests end or are preempted
     KVManager   pages (``hybridattn.kv.manager``); the engine shows it to all of them
@@ -23,6 +24,7 @@ from hybridattn.core.request import Request, State
 from hybridattn.core.stages import GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.kv.manager import KVManager, Move
 from hybridattn.policies.base import Policy
+from hybridattn.scheduler.cold_pages import ColdPages
 from hybridattn.scheduler.finish import Finish
 from hybridattn.scheduler.prompts import Prompts
 from hybridattn.scheduler.queues import Queues
@@ -66,8 +68,9 @@ class Scheduler:
         self.queues = Queues()
         self.finish = Finish(self.queues, kv, on_end)
         self.swaps = Swaps(config, policy, self.queues, kv, self.finish, can_move)
-        self._victims = Victims(self.queues, self.swaps, self.finish)
-        self._prompts = Prompts(config, policy, self.queues, kv, self.swaps)
+        self._cold_pages = ColdPages(config, policy, self.queues, kv, can_move)
+        self._victims = Victims(self.queues, self.swaps, self._cold_pages, self.finish)
+        self._prompts = Prompts(config, policy, self.queues, kv, self.swaps, self._cold_pages)
         self._config = config
         self._policy = policy
         self._kv = kv
@@ -76,6 +79,8 @@ class Scheduler:
         """CapacityError when no tier that the policy allows could ever hold the request."""
         need, pools = self._kv.need_at_most(request), self._kv.pools
         tiers = self._policy.allowed(request.index)
+        if self._cold_pages.wanted and pools[GPU_TIER].num_blocks and need <= sum(p.num_blocks for p in pools.values()):
+            return
         if all(need > pools[tier].num_blocks for tier in tiers):
             have = " and ".join(f"the {tier} tier has {pools[tier].num_blocks}" for tier in tiers)
             raise CapacityError(
@@ -95,16 +100,19 @@ class Scheduler:
             swaps.move_up()
         idle = self._idle_rows() if queues.idle else ()
         segments = decodes + self._prompts.segments(now_ns, decodes, idle)
+        if self._cold_pages.wanted:
+            self._cold_pages.balance()
         return SchedulerOutput(Batch(tuple(segments)) if segments else None, idle, self._kv.take_begun())
 
     def _decode_rows(self) -> list[Segment]:
-        """GPU rows whose page is there, oldest request first."""
-        reserve, victims = self._kv.reserve, self._victims
-        return [
-            Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False)
+        """GPU rows whose page is there, oldest request first, but those with cold pages before the others."""
+        reserve, victims, page = self._kv.reserve, self._victims, self._config.page_size
+        rows = [
+            Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False, cold=len(r.pages.cold) * page)
             for r in tuple(self.queues.decoding)
             if r.state is State.DECODE and reserve(r, victims)
         ]
+        return sorted(rows, key=_is_whole) if self._cold_pages.wanted else rows
 
     def _idle_rows(self) -> tuple[CpuRow, ...]:
         """CPU rows that may be dispatched, oldest request first, as many as the policy wants to see.
@@ -144,10 +152,12 @@ class Scheduler:
         """How many steps after the coming one are certain to have exactly its rows: until one ends or pages run out.
 
         The caller stops earlier when a request arrives. 0 where anything else may happen: prompts under way, CPU rows,
-        or a queue whose head might be admitted.
+        pages that go down, or a queue whose head might be admitted.
         """
         queues = self.queues
         decoding = queues.decoding
+        if self._cold_pages.busy(batch):
+            return 0
         if queues.prefilling or queues.idle or len(decoding) != len(batch.segments):
             return 0
         if len(queues.running) != len(decoding):
@@ -161,3 +171,7 @@ class Scheduler:
             f"request {stuck.request_id} is {stuck.state.value} with nothing in flight and nothing to schedule "
             f"({len(self.queues)} unfinished)"
         )
+
+
+def _is_whole(row: Segment) -> bool:
+    return row.cold == 0

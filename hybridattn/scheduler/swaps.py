@@ -52,7 +52,7 @@ class Swaps:
             need = self._kv.need(request)
             if total - self._kv.free(GPU_TIER) + need > share * total:
                 return
-            if request.state is State.DECODE and not request.in_flight:
+            if request.at_rest:
                 self._move(request, GPU_TIER)
 
     def move_up(self) -> None:
@@ -64,7 +64,7 @@ class Swaps:
         gpu_rows = len(queues.decoding)
         cpu_rows, _ = queues.cpu_load()
         for request in tuple(queues.idle):
-            if request.state is not State.DECODE or request.in_flight:
+            if not request.at_rest:
                 continue
             room -= kv.need_at_most(request)
             if room < 0 or kv.need(request) > kv.free(GPU_TIER) or not self._policy.move_up(gpu_rows, cpu_rows):
@@ -74,8 +74,7 @@ class Swaps:
 
     def swap_out(self, request: Request) -> bool:
         """Move a GPU request down instead of preempting it; False when the CPU tier has no room for it either."""
-        need = self._kv.need(request)
-        if not self.wanted or request.state is not State.DECODE or need > self._kv.free(CPU_TIER):
+        if not self.wanted or not request.at_rest or self._needs(request, CPU_TIER) > self._kv.free(CPU_TIER):
             return False
         self._move(request, CPU_TIER)
         return True
@@ -85,7 +84,7 @@ class Swaps:
         prompt is under way, it is there already, or there is no room."""
         if tier not in TIERS or not self.possible or request.tier == tier:
             return False
-        if request.state is not State.DECODE or request.in_flight or self._kv.need(request) > self._kv.free(tier):
+        if not request.at_rest or self._needs(request, tier) > self._kv.free(tier):
             return False
         self._move(request, tier)
         return True
@@ -96,7 +95,7 @@ class Swaps:
         if not self._parks or not self._kv.contexts:
             return
         for held in self._kv.contexts.on_gpu():
-            if len(held.pages) <= self._kv.pools[CPU_TIER].num_free:
+            if len(held.pages.hot) <= self._kv.pools[CPU_TIER].num_free:
                 self._kv.move_context(held, CPU_TIER)
 
     def arrived(self, move: Move, now_ns: int) -> None:
@@ -108,9 +107,15 @@ class Swaps:
         if request.state is State.LEAVING:
             self._finish.released(request, now_ns)
             return
+        if move.then is None:
+            return
         request.in_flight = False
         request.state = move.then
         self._queues.join(request)
+
+    def _needs(self, request: Request, tier: str) -> int:
+        """Pages of ``tier`` that a request takes with all it has."""
+        return self._kv.need(request) - len(request.pages.on(tier))
 
     def _move(self, request: Request, tier: str) -> None:
         self._queues.step_out(request)

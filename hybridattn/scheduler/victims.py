@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import GPU_TIER
+from hybridattn.scheduler.cold_pages import ColdPages
 from hybridattn.scheduler.finish import Finish
 from hybridattn.scheduler.queues import Queues, arrival
 from hybridattn.scheduler.swaps import Swaps
 
 
 class Victims:
-    """The youngest request of a tier: it moves down where the policy swaps, and is preempted otherwise."""
+    """The youngest request of a tier: its oldest pages, or all of it, move down where the policy splits or swaps
+    requests, and it is preempted otherwise."""
 
-    __slots__ = ("_finish", "_queues", "_swaps")
+    __slots__ = ("_cold_pages", "_finish", "_queues", "_swaps")
 
-    def __init__(self, queues: Queues, swaps: Swaps, finish: Finish) -> None:
+    def __init__(self, queues: Queues, swaps: Swaps, cold_pages: ColdPages, finish: Finish) -> None:
         self._queues = queues
         self._swaps = swaps
+        self._cold_pages = cold_pages
         self._finish = finish
 
     def leaving(self, tier: str) -> bool:
         """Some request will give its pages of the tier back by itself, soon."""
-        return any(r.state is State.LEAVING and r.tier == tier for r in self._queues.running)
+        return any(r.state is State.LEAVING and r.pages.held(tier) for r in self._queues.running)
 
     def give_way(self, request: Request) -> bool:
         """Take the pages of the youngest request of ``request``'s tier. False when ``request`` has to wait for them,
         or was the youngest itself."""
         tier = request.tier
-        youngest = max((r for r in self._queues.running if r.tier == tier and r.pages), key=_younger)
+        if tier == GPU_TIER and self._cold_pages.wanted and self._cold_pages.sink(1):
+            return False
+        youngest = max((r for r in self._queues.running if r.pages.on(tier)), key=_younger)
         if tier == GPU_TIER and self._swaps.swap_out(youngest):
             return False
         self._finish.preempt(youngest)

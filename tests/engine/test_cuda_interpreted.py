@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "cuda_interpreted.py"
 
 def test_interpreted_kernels_give_the_hosts_tokens():
     """GPU rows, CPU rows, and a chunked CPU-tier prompt whose chunks begin inside a page; one layer has a window. The
-    same with every request moved between the tiers as often as it can be."""
+    same with every request moved between the tiers as often as it can be, and with requests that lie on both."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300,
@@ -25,6 +25,7 @@ def test_interpreted_kernels_give_the_hosts_tokens():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["cuda"]["violations"] == []
     assert found["cuda"]["tokens"] == found["host"]["tokens"]
+    assert found["split"]["violations"] == [] and found["split"]["tokens"] == found["host"]["tokens"][1:2]
     assert found["moved"]["violations"] == [] and found["moved"]["moves"] >= 3
     assert found["moved"]["tokens"] == found["host"]["tokens"]
     assert [len(t) for t in found["host"]["tokens"]] == [3, 3, 4]

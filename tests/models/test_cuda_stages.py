@@ -38,6 +38,7 @@ from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.policies.split import Split
 
 LIMITS = {"page_size": 16, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 CONFIG = EngineConfig(gpu_kv_blocks=8, cpu_kv_blocks=8, **LIMITS)
@@ -49,6 +50,7 @@ POLICIES = {
     "all_on_cpu": lambda: SyncOffload(1.0),
     "async_overlap": lambda: AsyncOverlap(0.5, max_micro_batches=2),
     "async_all_on_cpu": lambda: AsyncOverlap(1.0),
+    "split": lambda: Split(cold_share=0.6, even_if_it_fits=True),
 }
 
 

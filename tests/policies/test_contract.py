@@ -24,7 +24,7 @@ def test_a_hook_that_is_not_declared_is_refused_where_it_is_defined(hook):
 
 
 def test_an_unknown_hook_is_refused():
-    with pytest.raises(InputError, match="policy class Mine: hook 'launch' is none of begin, detour, move_up, prompts"):
+    with pytest.raises(InputError, match="policy class Mine: hook 'launch' is none of begin, cold_pages, detour"):
         type("Mine", (Policy,), {"hooks": frozenset({"launch"})})
 
 

@@ -30,17 +30,20 @@ from hybridattn.engine.engine import Engine  # noqa: E402
 from hybridattn.models.load import load  # noqa: E402
 from hybridattn.models.torch_stages import TorchStages  # noqa: E402
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly  # noqa: E402
+from hybridattn.policies.split import Split  # noqa: E402
 
 CONFIG = EngineConfig(
     gpu_kv_blocks=8, cpu_kv_blocks=8, page_size=16, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=24
 )
 JOBS = [([3, 1, 4, 1, 5], 3), ([9, 2, 7] * 11, 3), ([5, 3, 5, 8, 9, 7, 9] * 2, 4)]
 
+SPLIT = Split(cold_share=0.6, even_if_it_fits=True)
 
-def run(device, model, policy, moves: bool = False) -> dict:
+
+def run(device, model, policy, moves: bool = False, jobs=JOBS) -> dict:
     """With ``moves``, a request moves after each token, if it can."""
     engine = Engine(TorchStages(model, device, CONFIG, "fp32"), device, policy, CONFIG)
-    requests = [engine.add(p, n, SamplingParams(max_tokens=n, seed=i)) for i, (p, n) in enumerate(JOBS)]
+    requests = [engine.add(p, n, SamplingParams(max_tokens=n, seed=i)) for i, (p, n) in enumerate(jobs)]
     begun = 0
     while engine.unfinished:
         for event in engine.step():
@@ -102,6 +105,7 @@ if __name__ == "__main__":
             {
                 "host": run(HostDevice(), model, GpuOnly()),
                 "cuda": run(CudaDevice(runtime=FakeCuda(2)), model, AsyncOverlap(0.7)),
+                "split": run(CudaDevice(runtime=FakeCuda(4)), model, SPLIT, jobs=JOBS[1:2]),
                 "moved": run(CudaDevice(runtime=FakeCuda(3)), model, AsyncOverlap(), moves=True),
                 "late": compiled_late(model),
             }

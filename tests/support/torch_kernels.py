@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+import cpu_kernels
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -67,20 +68,24 @@ def _keys(cache, scales, table, count):
     return x.transpose(1, 2).flatten(0, 1)[:count]
 
 
-def _attend(q, k, v, scale, window_left):
-    """q [n, heads, dim], the last n positions of the keys."""
+def _attend(q, k, v, scale, window_left, first):
+    """q [n, heads, dim] at the positions from ``first`` on, counted from the first key; out and lse."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
-    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]
+    distance = torch.arange(first, first + len(q))[:, None] - torch.arange(len(k))[None]
     allowed = distance >= 0 if window_left < 0 else (distance >= 0) & (distance <= window_left)
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v).to(q.dtype)
+    return out, scores.logsumexp(-1).T
 
 
 class _Plan:
-    def __init__(self, table, starts, lens, q_dtype, sm_scale, window_left):
+    def __init__(self, table, starts, lens, q_dtype, sm_scale, window_left, key_start, query_pos):
         self.table, self.starts, self.lens = table.clone(), starts, lens.tolist()
+        counts = torch.as_tensor(starts).diff()
+        begin = torch.zeros_like(counts) if key_start is None else key_start
+        self.first = (lens - counts if query_pos is None else query_pos - begin).tolist()
         self.q_dtype, self.scale, self.window_left = q_dtype, sm_scale, window_left
         kept = [n if window_left < 0 else min(n, window_left + 1) for n in self.lens]
         self.workspace_size = sum(kept)  # more keys, more partial results
@@ -88,20 +93,31 @@ class _Plan:
     def make_workspace(self):
         return torch.empty(self.workspace_size)
 
-    def run(self, q, k_cache, v_cache, out, *, k_scale=None, v_scale=None, workspace=None):
+    def run(self, q, k_cache, v_cache, out=None, *, k_scale=None, v_scale=None, workspace=None):
         assert q.dtype is self.q_dtype and (workspace is None or workspace.numel() >= self.workspace_size)
+        out, lse = torch.empty_like(q) if out is None else out, torch.empty(q.shape[:2])
         for i, length in enumerate(self.lens):
             rows = slice(self.starts[i], self.starts[i + 1])
             k, v = (_keys(c, s, self.table[i], length) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
-            out[rows] = _attend(q[rows], k, v, self.scale, self.window_left)
+            out[rows], lse[rows] = _attend(q[rows], k, v, self.scale, self.window_left, self.first[i])
+        return out, lse
 
 
-def plan_decode(k_cache, v_cache, block_table, seq_lens, num_q_heads, *, q_dtype, sm_scale, window_left):
-    return _Plan(block_table, list(range(len(seq_lens) + 1)), seq_lens, q_dtype, sm_scale, window_left)
+def plan_decode(k_cache, v_cache, block_table, seq_lens, num_q_heads, *, key_start=None, query_pos=None, **options):
+    starts = list(range(len(seq_lens) + 1))
+    return _Plan(block_table, starts, seq_lens, key_start=key_start, query_pos=query_pos, **options)
 
 
-def plan_prefill(k_cache, v_cache, block_table, starts, seq_lens, num_q_heads, *, q_dtype, sm_scale, window_left):
-    return _Plan(block_table, starts.tolist(), seq_lens, q_dtype, sm_scale, window_left)
+def plan_prefill(
+    k_cache, v_cache, block_table, starts, seq_lens, num_q_heads, *, key_start=None, query_pos=None, **options
+):
+    return _Plan(block_table, starts.tolist(), seq_lens, key_start=key_start, query_pos=query_pos, **options)
+
+
+def merge_state(out_a, lse_a, out_b, lse_b, out, lse):
+    merged = cpu_kernels.merge_state(out_a, lse_a, out_b, lse_b)
+    out.copy_(merged[0])
+    lse.copy_(merged[1])
 
 
 def _parts(k_cache, v_cache, k_scale, v_scale):

@@ -16,8 +16,8 @@ PRIME = (1 << 61) - 1
 VOCAB = 50
 
 
-def mix(*values: int) -> int:
-    x = 1469598103934665603
+def mix(*values: int, start: int = 1469598103934665603) -> int:
+    x = start
     for v in values:
         x = ((x ^ (v & PRIME)) * 1099511628211 + 2654435761) % PRIME
     return x
@@ -25,6 +25,13 @@ def mix(*values: int) -> int:
 
 def attend(q: int, kvs: Sequence[int]) -> int:
     return mix(q, *kvs)
+
+
+def merge(cold: int, hot: Sequence[int]) -> int:
+    """``attend`` over cold and hot values from what it gives over the cold ones."""
+    for value in hot:
+        cold = mix(value, start=cold)
+    return cold
 
 
 def reference(prompt: Sequence[int], count: int, num_layers: int) -> list[int]:
@@ -67,6 +74,9 @@ class ToyStages:
         self.host_out: list[int | None] = [None] * max_rows
         self.dev_out: list[int | None] = [None] * max_rows
         self.staging: list[int] = []
+        self.cold_q: list[int] = []  # of the split rows, on the host
+        self.cold_out: list[int] = []
+        self.cold_up: list[int] = []  # on the device
         self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # micro-batch -> (blocks, position, dead)
         self.tokens: dict[int, list[int]] = {}
         self.open_micro_batches = 0
@@ -75,12 +85,12 @@ class ToyStages:
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
-        self.rows = []  # (segment index, position, token, blocks) of every GPU row
+        self.rows = []  # (segment index, position, token, blocks, cold) of every GPU row
         self.state: dict[str, list] = {"x": [], "q": [], "out": []}
         self.kv: dict[int, list[int]] = {}
         for i, s in enumerate(batch.segments):
             for p in range(s.start, s.start + s.num_tokens):
-                self.rows.append((i, p, s.request.token_ids[p], list(s.request.pages.on(s.tier))))
+                self.rows.append((i, p, s.request.token_ids[p], list(s.request.pages.on(s.tier)), s.cold))
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         self.open_micro_batches += 1
@@ -104,13 +114,17 @@ class ToyStages:
 
         def run() -> None:
             state["out"] = []
-            for (i, p, _, blocks), q, own in zip(rows, state["q"], kv[layer], strict=True):
+            for (i, p, _, blocks, cold), q, own in zip(rows, state["q"], kv[layer], strict=True):
                 s = batch.segments[i]
                 if s.tier == GPU_TIER:
-                    self.gpu.values[layer][self.gpu.slot(blocks, p)] = own
-                    seen = self.gpu.read(layer, blocks, p + 1)
+                    self.gpu.values[layer][self.gpu.slot(blocks, p - cold)] = own
+                    seen = self.gpu.read(layer, blocks, p + 1 - cold)
+                    if cold and not s.prefill:
+                        state["out"].append(seen)  # until the merge
+                        continue
+                    seen = self.staging[:cold] + seen
                 else:
-                    mine = [v for (j, _, _, _), v in zip(rows, kv[layer], strict=True) if j == i]
+                    mine = [v for (j, *_), v in zip(rows, kv[layer], strict=True) if j == i]
                     seen = (self.staging[: s.start] + mine)[: p + 1]
                 state["out"].append(attend(q, seen))
 
@@ -128,7 +142,7 @@ class ToyStages:
         def run() -> list[int] | None:
             if batch is not None:
                 if layer < 0:
-                    state["x"] = [mix(t, p) for _, p, t, _ in rows]
+                    state["x"] = [mix(t, p) for _, p, t, *_ in rows]
                 else:
                     state["x"] = [mix(x, o, layer) for x, o in zip(state["x"], state["out"], strict=True)]
                 if not last:
@@ -187,14 +201,49 @@ class ToyStages:
 
         return self._micro_batch_op("fetch_output", H2D, "copy", micro_batch, run)
 
+    def send_q(self, layer: int, batch: Batch) -> Op:
+        state, count = self.state, len(batch.split)
+
+        def run() -> None:
+            self.cold_q = state["q"][:count]
+
+        return self._split_op("send_q", D2H, "copy", layer, batch, run)
+
+    def cold_attention(self, layer: int, batch: Batch) -> Op:
+        parts = [(list(s.request.pages.cold), s.cold) for s in batch.split]
+
+        def run() -> None:
+            self.cold_out = [attend(q, self.cpu.read(layer, *part)) for q, part in zip(self.cold_q, parts, strict=True)]
+
+        return self._split_op("cold_attention", CPU, "decode_attention", layer, batch, run)
+
+    def fetch_cold(self, layer: int, batch: Batch) -> Op:
+        def run() -> None:
+            self.cold_up = self.cold_out
+
+        return self._split_op("fetch_cold", H2D, "copy", layer, batch, run)
+
+    def merge(self, layer: int, batch: Batch) -> Op:
+        state = self.state
+
+        def run() -> None:
+            for i, cold in enumerate(self.cold_up):
+                state["out"][i] = merge(cold, state["out"][i])
+
+        return self._split_op("merge", GPU, "other", layer, batch, run)
+
+    def _split_op(self, name: str, lane: str, kind: str, layer: int, batch: Batch, run) -> Op:
+        requests = tuple(s.request.request_id for s in batch.split)
+        return Op(name, lane, Work(kind, 0, 0, len(batch.split)), run, layer=layer, requests=requests)
+
     def load_kv(self, layer: int, segment: Segment) -> Op:
         blocks = list(segment.request.pages.cold)
 
         def run() -> None:
-            self.staging = self.cpu.read(layer, blocks, segment.start)
+            self.staging = self.cpu.read(layer, blocks, segment.loads)
 
         return Op(
-            "load_kv", H2D, Work("copy", 0, 0, segment.start), run, layer=layer, requests=(segment.request.request_id,)
+            "load_kv", H2D, Work("copy", 0, 0, segment.loads), run, layer=layer, requests=(segment.request.request_id,)
         )
 
     def offload_kv(self, layer: int, segment: Segment) -> Op:
@@ -203,7 +252,7 @@ class ToyStages:
         blocks = list(segment.request.pages.cold)
 
         def run() -> None:
-            for (i, p, _, _), value in zip(rows, kv[layer], strict=True):
+            for (i, p, *_), value in zip(rows, kv[layer], strict=True):
                 if i == index:
                     self.cpu.values[layer][self.cpu.slot(blocks, p)] = value
 

@@ -1,0 +1,84 @@
+"""Real attention over both tiers: the same greedy ids at every cold share, wherever pages are and whoever is slow."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from held_pages import check_empty
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaled_model import scaled
+
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.op import CPU
+from hybridattn.core.params import SamplingParams
+from hybridattn.core.trace import violations
+from hybridattn.devices.host import HostDevice
+from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
+from hybridattn.models.load import load
+from hybridattn.models.torch_stages import TorchStages
+from hybridattn.policies.fixed import GpuOnly
+from hybridattn.policies.split import Split
+
+JOBS = [([3, 1, 4, 1, 5], 30), ([9, 2, 7] * 25, 12), ([5, 3, 5, 8, 9, 7, 9] * 7, 20)]
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Two query heads per KV head, and a layer with a window that ends inside the cold pages."""
+    tiny = load("dummy:tiny").config
+    return scaled(replace(tiny, shape=replace(tiny.shape, num_layers=2), layer_windows=(None, 40)))
+
+
+def answers(model, device, policy, *, gpu=16, cpu=16, kv_dtype="fp32"):
+    config = EngineConfig(gpu, cpu, PAGE, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=24)
+    engine = Engine(TorchStages(model, device, config, kv_dtype), device, policy, config)
+    try:
+        requests = [engine.add(p, n, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in JOBS]
+        engine.run()
+        assert violations(engine.drain()) == []
+        check_empty(engine)
+    finally:
+        device.close()
+    return [r.token_ids[r.num_prompt :] for r in requests]
+
+
+def sim(seed=1):
+    draw = random.Random(seed)
+    return SimDevice(lambda op: draw.randint(0, 900 if op.lane == CPU else 40), execute=True)
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    found = {kv: answers(model, sim(), GpuOnly(), kv_dtype=kv) for kv in ("fp32", "int8")}
+    assert all(len({*ids}) > 4 for ids in found["fp32"])
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("device", [sim, HostDevice])
+def test_ids_are_the_same_at_every_cold_share(model, whole, device, share):
+    assert answers(model, device(), Split(cold_share=share, even_if_it_fits=True)) == whole["fp32"]
+
+
+def test_ids_are_the_same_over_int8_pages(model, whole):
+    assert answers(model, sim(), Split(cold_share=0.5, even_if_it_fits=True), kv_dtype="int8") == whole["int8"]
+
+
+@given(seed=st.integers(0, 10**6), gpu=st.integers(4, 12))
+@settings(max_examples=8, deadline=None)
+def test_ids_are_the_same_while_pages_move(model, whole, seed, gpu):
+    assert answers(model, sim(seed), Split(), gpu=gpu, cpu=14) == whole["fp32"]
+
+
+def dropped(rows, out, lse):
+    """The mutation: no cold part is merged."""
+
+
+def test_the_cold_part_counts(model, whole, monkeypatch):
+    monkeypatch.setattr("hybridattn.models.host_tier.HostRows.merge", dropped)
+    assert answers(model, sim(), Split(cold_share=0.5, even_if_it_fits=True)) != whole["fp32"]
