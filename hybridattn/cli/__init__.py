@@ -14,9 +14,9 @@ from hybridattn.core.terminal import escape_unprintable, warnings_as_sentences
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when it worked, 2 for input that cannot be used, 1 when something failed, 130 on Ctrl-C."""
-    escape_unprintable()
-    args = _parser().parse_args(argv)
     try:
+        escape_unprintable()
+        args = _parser().parse_args(argv)
         with warnings_as_sentences("hybridattn"):
             return args.command(args)
     except InputError as error:

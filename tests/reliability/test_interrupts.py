@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridattn import SamplingParams
+from hybridattn import SamplingParams, cli
 from hybridattn.core import interrupts
 from hybridattn.core.errors import DeviceError
 from hybridattn.devices import live
@@ -167,6 +167,11 @@ def test_two_hundred_interrupts_at_random_moments(part, tmp_path, real_model):
     for number in range(20):
         calls = list(CALLS)
         interrupt(calls[(20 * part + number) % len(calls)], f"{part} {number}", tmp_path)
+
+
+def test_an_interrupt_before_the_command_has_begun_is_130(monkeypatch):
+    monkeypatch.setattr(cli, "_parser", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert cli.main([]) == 130
 
 
 # -- an LLM goes on --------------------------------------------------------------------------------------------------
