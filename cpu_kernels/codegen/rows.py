@@ -141,7 +141,7 @@ class RowCodec:
         for which, plain in enumerate(rows):
             scale_at = self._scale_at(block, offset, which)
             if write:
-                self._narrow(plain, code, row, scale_at)
+                self._narrow_any(plain, code, row, scale_at)
             if which == 0:
                 base = self._base(block, 0, offset).at((offset % LANES) * self.word_bytes)
                 with f.loop(0, self.words) as w:

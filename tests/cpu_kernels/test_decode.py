@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cpu_kernels as ck
 
 LENS = [5, 0, 33, 97, 577, 1]
+FOUR = ("fp32", "bf16", "int8", "fp8")
 
 
 def check(p: Any, isa: str, **options: Any) -> None:
@@ -31,7 +32,7 @@ def test_every_dtype_on_every_level(problem: Any, level: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", FOUR[1:])
 def test_every_page_size(problem: Any, page: int, dtype: str) -> None:
     check(problem(LENS, group=3, page=page, dtype=dtype), "avx512_bf16" if _has("avx512_bf16") else "portable")
 
@@ -64,9 +65,17 @@ FEATURES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=lambda o: "+".join(o))
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", FOUR)
 def test_features_on_every_level(problem: Any, level: str, dtype: str, options: dict[str, Any]) -> None:
     check(problem(LENS, heads=2, group=2, dim=64, dtype=dtype), level, split_tokens=64, **options)
+
+
+def _shapes() -> list[tuple[str, int, int, str]]:
+    """dtype, group, page size and level of kernels that tests above have compiled."""
+    every = [(dtype, group, 32, level) for dtype in FOUR for group in (2, 3) for level in _levels()]
+    best = ck.isa.detect().level
+    middle = "avx512_bf16" if _has("avx512_bf16") else "portable"
+    return every + [("bf16", group, 32, best) for group in (1, 8, 9)] + [(x, 3, 16, middle) for x in FOUR[1:]]
 
 
 @settings(deadline=None, max_examples=60)
@@ -74,8 +83,7 @@ def test_features_on_every_level(problem: Any, level: str, dtype: str, options: 
 def test_any_small_problem(data: st.DataObject) -> None:
     make = _maker()
     lens = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
-    dtype, group = data.draw(st.sampled_from(["fp32", "bf16", "int8", "fp8"])), data.draw(st.sampled_from([1, 3, 4]))
-    page = data.draw(st.sampled_from([16, 32]))
+    dtype, group, page, level = data.draw(st.sampled_from(_shapes()))
     p = make(lens, heads=2, group=group, dim=64, page=page, dtype=dtype, seed=data.draw(st.integers(0, 99)))
     options: dict[str, Any] = {
         "window_left": data.draw(st.sampled_from([-1, 0, 1, 15, 16, 31, 100])),
@@ -85,7 +93,7 @@ def test_any_small_problem(data: st.DataObject) -> None:
         options["alibi_slopes"] = np.linspace(0, 0.3, 2 * group, dtype=np.float32)
     if data.draw(st.booleans()):
         options["sinks"] = np.linspace(-2, 2, 2 * group, dtype=np.float32)
-    check(p, data.draw(st.sampled_from(_levels())), split_tokens=data.draw(st.sampled_from([32, 64, 2048])), **options)
+    check(p, level, split_tokens=data.draw(st.sampled_from([32, 64, 2048])), **options)
 
 
 def _maker() -> Any:

@@ -59,14 +59,16 @@ def test_on_the_pool_with_new_tokens_of_every_type(problem: Any, layout: str) ->
 
 
 def test_scores_of_minus_infinity_and_nan_keep_to_the_contract() -> None:
-    pages = ck.KVPages(2, 1, 32, 16, "fp32", huge_pages=False, layout="plain")
-    k, v = np.zeros((17, 1, 32), np.float32), np.ones((17, 1, 32), np.float32)
-    k[:16, 0, 0] = -np.inf  # a whole page of scores of -inf
-    ck.append_kv(pages, 0, k, v, np.arange(17))
-    q, out, lse = np.eye(1, 32, dtype=np.float32)[None], np.zeros((2, 1, 32), np.float32), np.zeros((2, 1), np.float32)
-    ck.plan_decode(pages, [[0, 1]] * 2, [17, 16], 1, backend="numba").run(np.repeat(q, 2, 0), out, lse)
-    assert np.array_equal(out[0, 0], v[0, 0]) and lse[0, 0] == 0
-    assert not out[1].any() and np.isneginf(lse[1])
+    pages = ck.KVPages(2, 1, 64, 32, "fp32", huge_pages=False, layout="plain")
+    k, v = np.zeros((33, 1, 64), np.float32), np.ones((33, 1, 64), np.float32)
+    k[:32, 0, 0] = -np.inf  # a whole page of scores of -inf
+    ck.append_kv(pages, 0, k, v, np.arange(33))
+    q = np.zeros((2, 2, 64), np.float32)
+    q[..., 0] = 1
+    out, lse = np.zeros_like(q), np.zeros((2, 2), np.float32)
+    ck.plan_decode(pages, [[0, 1]] * 2, [33, 32], 2, backend="numba").run(q, out, lse)
+    assert (out[0] == v[0]).all() and not lse[0].any()
+    assert not out[1].any() and np.isneginf(lse[1]).all()
 
 
 def test_topk_reads_the_pages_that_can_score_highest_and_says_that_it_is_approximate(problem: Any) -> None:
