@@ -23,6 +23,10 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.folders import why_unwritable
 from hybridattn.cost.here import default_path
 from hybridattn.cost.profile import load_profile, save_profile
+from hybridattn.planning.layout_table import LayoutTable, fill, table_path
+from hybridattn.planning.messages import Setup
+
+FILL_S = 20.0  # for layouts of likely loads, which no run has to ask for then
 
 
 def add_parser(commands: Any) -> None:
@@ -52,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})")
             return 0
         profile = calibrate(bench, _say)
+        shape, dtype = bench.shape, bench.dtype
     save_profile(profile, path)
+    setup = Setup(load_profile(path), shape, dtype)  # as those who plan by it will read it
+    fill(LayoutTable(table_path(setup)), setup, FILL_S, _say)
     for key, error in profile.held_out_error.items():
         print(f"{key:34} held-out error {error:.0%}")
     print(f"wrote {path} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")

@@ -11,6 +11,7 @@ from hybridattn.cost.pricing import PriceModel, Pricing
 from hybridattn.cost.stages_cost import ModelCost
 
 MOST_KEPT = 65_536  # prices of each sort that are remembered
+MOST_CORRECTED = 64  # cost models for another speed of the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Costs:
     _attention: dict[tuple[str, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _layers: dict[tuple[int, int, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _copies: dict[tuple[str, int], int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _corrected: dict[float, Costs] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -127,5 +129,12 @@ class Costs:
         return self.step_linear_ns(rows) + self.num_layers * self.attention_ns(rows, kv_tokens)
 
     def corrected(self, cpu_factor: float) -> Costs:
-        """The same with CPU attention times ``cpu_factor``."""
-        return replace(self, pricing=with_cpu_factor(self.pricing, cpu_factor)) if cpu_factor != 1.0 else self
+        """The same with CPU attention times ``cpu_factor``; remembered, with the prices that it remembers."""
+        if cpu_factor == 1.0:
+            return self
+        found = self._corrected.get(cpu_factor)
+        if found is None:
+            if len(self._corrected) >= MOST_CORRECTED:
+                self._corrected.clear()
+            found = self._corrected[cpu_factor] = replace(self, pricing=with_cpu_factor(self.pricing, cpu_factor))
+        return found

@@ -13,7 +13,7 @@ from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
 from hybridattn.core.interrupts import interrupts_held
 from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
-from hybridattn.core.stages import Batch, Stages
+from hybridattn.core.stages import GPU_TIER, Batch, Stages
 from hybridattn.engine.output import Event, OutputProcessor
 from hybridattn.engine.quiet_steps import QuietSteps
 from hybridattn.engine.request_queue import RequestQueue
@@ -283,10 +283,12 @@ class Engine:
         """What the step may do, with its moves begun, or made where the policy lets the step wait for them."""
         output = self.scheduler.schedule(now_ns)
         self._begin(output.moves)
-        if output.moves and self.policy.moves_block:
+        times = 1 if self.scheduler.swaps.wanted else self.config.max_num_seqs  # else what went down may come up again
+        while output.moves and self.policy.moves_block and times:
             self.executor.moves.wait_all()
             output = self.scheduler.schedule(self.device.now_ns())
             self._begin(output.moves)
+            times -= 1
         return output
 
     def _begin(self, moves: Sequence[Move]) -> None:
@@ -299,7 +301,10 @@ class Engine:
 
     def _step_view(self, now_ns: int, batch: Batch | None) -> StepView:
         """What a policy that plans sees before each step."""
-        rows, kv_tokens = self.scheduler.queues.cpu_load()
+        queues = self.scheduler.queues
+        rows, kv_tokens = queues.cpu_load()
+        coming = queues.prefilling
+        on_gpu = sum([r.tier == GPU_TIER for r in coming])
         return StepView(
             number=self.executor.step_number,
             now_ns=now_ns,
@@ -310,7 +315,11 @@ class Engine:
             prefill_tokens=batch.prefill_tokens if batch is not None else 0,
             tokens=self.executor.tokens,
             cpu_factor=self.executor.forecast.cpu_factor,
-            waiting=len(self.scheduler.queues.waiting),
+            waiting=len(queues.waiting),
+            gpu_coming=on_gpu,
+            cpu_coming=len(coming) - on_gpu,
+            coming_tokens=sum([r.num_tokens for r in coming]),
+            gpu_factor=self.executor.forecast.gpu_factor,
         )
 
     def run(self) -> None:

@@ -20,7 +20,8 @@ from hybridattn.policies.base import Decision, DispatchView, LayerView
 
 
 class Decisions:
-    """Asks the policy, polls and waits for micro-batches. ``takes_detours``: it is asked about those elsewhere, too."""
+    """Asks the policy, polls and waits for micro-batches. ``takes_detours``: in this step it is asked about those
+    elsewhere, too."""
 
     __slots__ = (
         "_apart", "_at", "_device", "_forecast", "_in_flight", "_policy", "_stats", "_submitter", "_timeout_ns",
@@ -37,13 +38,14 @@ class Decisions:
         self._submitter = submitter
         self._at = LayerView(0, shared.stages.num_layers, 0, 0)
         self._apart: list[MicroBatch] = []  # asked about at this layer: a DETOUR
-        self.takes_detours = "detour" in shared.policy.hooks
+        self.takes_detours = False
 
     # -- before the layers ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins: what stays the same at all its layers."""
         self._at.gpu_rows, self._at.gpu_kv_tokens = self._stats.gpu_rows, self._stats.gpu_kv_tokens
+        self.takes_detours = self._policy.takes_detours
 
     def dispatch(self, idle: Sequence[CpuRow], batch: Batch | None) -> list[MicroBatch]:
         """New micro-batches at layer 0, of the sizes that the policy names and the slabs have room for."""

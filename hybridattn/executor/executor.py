@@ -66,6 +66,7 @@ class Executor:
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
         self._ahead: deque[Future] = deque()  # linear stages that the driver is ahead of the GPU
+        self._sample: tuple[Future, int] | None = None  # a linear stage of this step and its rows, to learn from
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -101,9 +102,9 @@ class Executor:
     def _begin(self, batch: Batch | None, view: StepView | None) -> None:
         self._stats.begin(self.device.now_ns(), batch)
         self._in_flight.begin_step()
-        self._decisions.begin()
         if view is not None:
             self.policy.begin(view)
+        self._decisions.begin()
 
     def _layers(self, batch: Batch, made: Future) -> None:
         """The GPU rows go through all layers; ``made`` is the stage that made the first layer's q, k, v."""
@@ -115,6 +116,8 @@ class Executor:
         attended = self._submitter.attention(layer, batch, made)
         joined = self._decisions.join(layer, batch, made)
         made = self._submitter.linear(layer, batch, joined, attended)
+        if layer == 1 and self.forecast.predicts and not batch.prefill_tokens:
+            self._sample = made, self._stats.gpu_tokens + sum([c.size for c in joined])
         self._decisions.detours(layer, attended, joined)
         self._ahead.append(made)
         while len(self._ahead) > self._run_ahead:
@@ -125,6 +128,9 @@ class Executor:
         """Wait for the step to end; hand out the tokens of its rows, in the order in which they were sampled."""
         while self._ahead:
             self._ahead.popleft().wait(self._timeout_ns)
+        if self._sample is not None:
+            self.forecast.linear_took(*self._sample)
+            self._sample = None
         sampled = self._submitter.collect()
         self.tokens += self._stats.gpu_made
         self.tokens += self._stats.row_layers / self.stages.num_layers

@@ -10,12 +10,13 @@ known for what it is after a few ops.
 
 from __future__ import annotations
 
-from hybridattn.core.op import CPU
+from hybridattn.core.device import Future
+from hybridattn.core.op import CPU, GPU
 from hybridattn.core.stages import Batch, MicroBatch
 from hybridattn.cost.correction import Correction
 from hybridattn.cost.costs import Costs
 
-_KIND = "decode_attention"
+_ATTENTION, _LINEAR = "decode_attention", "linear"
 
 
 class Forecast:
@@ -23,11 +24,13 @@ class Forecast:
 
     Attributes
     ----------
-    cpu_factor : measured over priced time of the CPU's attention
+    cpu_factor, gpu_factor : measured over priced time of the CPU's attention, and of the GPU's linear stages
     gpu_free_ns, cpu_free_ns : when GPU and CPU will have done all they were given
     """
 
-    __slots__ = ("_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_free_ns")
+    __slots__ = (
+        "_away", "_correction", "_costs", "_prices_ns", "cpu_factor", "cpu_free_ns", "gpu_factor", "gpu_free_ns",
+    )  # fmt: skip
 
     predicts = True
 
@@ -36,7 +39,7 @@ class Forecast:
         self._correction = Correction(weight=0.2)
         self._away: dict[int, MicroBatch] = {}  # not known to be back
         self._prices_ns: dict[int, tuple[int, int]] = {}  # of a micro-batch's attention, and of its copy down
-        self.cpu_factor = 1.0
+        self.cpu_factor = self.gpu_factor = 1.0
         self.cpu_free_ns = 0
         self.gpu_free_ns = 0
 
@@ -52,6 +55,11 @@ class Forecast:
     def gpu_works(self, now_ns: int, rows: int) -> None:
         """A linear stage of ``rows`` rows is submitted behind all that the GPU has to do."""
         self.gpu_free_ns = max(self.gpu_free_ns, now_ns) + self._costs.linear_ns(rows)
+
+    def linear_took(self, future: Future, rows: int) -> None:
+        """A linear stage of ``rows`` rows has ended: learn from what it took."""
+        self._correction.observe(GPU, _LINEAR, self._costs.linear_ns(rows), future.end_ns - future.start_ns)
+        self.gpu_factor = self._correction.factor(GPU, _LINEAR)
 
     def sent(self, micro_batch: MicroBatch, now_ns: int) -> None:
         """The micro-batch's q, k, v go down as soon as the GPU is through, and its attention follows."""
@@ -72,8 +80,8 @@ class Forecast:
         future, priced = micro_batch.future, self._prices_ns[micro_batch.number][0]
         end_ns, took_ns = future.end_ns, future.end_ns - future.start_ns
         if took_ns != priced or self.cpu_factor != 1.0:  # else there is nothing to learn
-            self._correction.observe(CPU, _KIND, priced, took_ns)
-            self.cpu_factor = self._correction.factor(CPU, _KIND)
+            self._correction.observe(CPU, _ATTENTION, priced, took_ns)
+            self.cpu_factor = self._correction.factor(CPU, _ATTENTION)
         late_ns = end_ns - micro_batch.return_ns
         if late_ns:  # what is queued behind it shifts as well
             self.cpu_free_ns += late_ns
@@ -93,13 +101,14 @@ class NoForecast:
     __slots__ = ()
 
     predicts = False
-    cpu_factor = 1.0
+    cpu_factor = gpu_factor = 1.0
     cpu_free_ns = 0
     gpu_free_ns = 0
 
     def gpu_attends(self, now_ns: int, batch: Batch) -> None: ...
     def gpu_comes_to_linear(self, now_ns: int, rows: int) -> None: ...
     def gpu_works(self, now_ns: int, rows: int) -> None: ...
+    def linear_took(self, future: Future, rows: int) -> None: ...
     def sent(self, micro_batch: MicroBatch, now_ns: int) -> None: ...
     def returned(self, micro_batch: MicroBatch) -> None: ...
     def forget(self, micro_batch: MicroBatch) -> None: ...

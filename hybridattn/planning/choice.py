@@ -12,6 +12,8 @@ from hybridattn.core.params import NoEffectWarning
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.here import costs_here, profile_here
 from hybridattn.cost.profile import Profile
+from hybridattn.planning.layout_table import table_path
+from hybridattn.planning.messages import Setup
 from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
 from hybridattn.policies.registry import make_policy, policy_class
@@ -59,7 +61,7 @@ class PolicyChoice:
             raise InputError(f"policy '{self._policy}' decides by a cost model, and {error}") from error
         if not self._plans:
             return make_policy(self._policy, costs, **self._options), None
-        planner = Planner(self._profile, shape, dtype)
+        planner = Planner(self._profile, shape, dtype, table=table_path(Setup(self._profile, shape, dtype)))
         try:
             return make_policy(self._policy, costs, planner, **self._options), planner
         except BaseException:

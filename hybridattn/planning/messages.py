@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
@@ -17,22 +18,24 @@ from hybridattn.policies.planning import LayoutQuestion
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all questions have in common. The first line."""
+    """What all questions have in common. The first line. ``table``: the file in which answers are kept, if any."""
 
     profile: Profile
     shape: ModelShape
     dtype: str
+    table: str | None = None
 
     def costs(self) -> Costs:
         return costs_here(self.profile, self.shape, self.dtype, self.dtype, self.profile.fingerprint)
 
     def line(self) -> bytes:
-        return _line({"profile": self.profile.to_json(), "shape": asdict(self.shape), "dtype": self.dtype})
+        said = {"profile": self.profile.to_json(), "shape": asdict(self.shape), "dtype": self.dtype}
+        return _line({**said, "table": self.table})
 
     @staticmethod
     def read(line: bytes) -> Setup:
         said = json.loads(line)
-        return Setup(from_json(said["profile"]), ModelShape(**said["shape"]), said["dtype"])
+        return Setup(from_json(said["profile"]), ModelShape(**said["shape"]), said["dtype"], said["table"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,32 @@ class Failed:
         return _line({"failed": self.reason})
 
 
+def said_question(question: LayoutQuestion) -> dict[str, Any]:
+    return asdict(question)
+
+
+def told_question(said: dict[str, Any]) -> LayoutQuestion:
+    discount = tuple((Layout(**layout), factor) for layout, factor in said["discount"])
+    return LayoutQuestion(
+        Load(**said["load"]), said["cpu_factor"], Limits(**said["limits"]), said["min_gain"], discount
+    )
+
+
+def said_answer(layout: Layout, expected: Prediction) -> dict[str, Any]:
+    assert isinstance(expected, Steady)  # what ``by_simulation`` predicts
+    return {"layout": asdict(layout), "expected": asdict(expected)}
+
+
+def told_answer(said: dict[str, Any]) -> tuple[Layout, Prediction]:
+    return Layout(**said["layout"]), Steady(**said["expected"])
+
+
 def question_line(question: LayoutQuestion) -> bytes:
-    return _line(asdict(question))
+    return _line(said_question(question))
 
 
 def read_question(line: bytes) -> LayoutQuestion:
-    said = json.loads(line)
-    discount = tuple((Layout(**layout), factor) for layout, factor in said.pop("discount"))
-    return LayoutQuestion(Load(**said.pop("load")), limits=Limits(**said.pop("limits")), discount=discount, **said)
+    return told_question(json.loads(line))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +85,14 @@ class Found:
     cpu_ns: int
 
     def line(self) -> bytes:
-        assert isinstance(self.expected, Steady)  # what ``by_simulation`` predicts
-        return _line({"layout": asdict(self.layout), "expected": asdict(self.expected), "cpu_ns": self.cpu_ns})
+        return _line({**said_answer(self.layout, self.expected), "cpu_ns": self.cpu_ns})
 
 
 def read_answer(line: bytes) -> Found | Failed:
     said = json.loads(line)
     if "failed" in said:
         return Failed(said["failed"])
-    return Found(Layout(**said["layout"]), Steady(**said["expected"]), said["cpu_ns"])
+    return Found(*told_answer(said), said["cpu_ns"])
 
 
 def _line(said: object) -> bytes:

@@ -22,6 +22,7 @@ from typing import Any
 
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.profile import Profile
+from hybridattn.planning.layout_table import LayoutTable
 from hybridattn.planning.messages import Failed, Found, Setup, question_line, read_answer
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Prediction
@@ -39,6 +40,8 @@ class Planner:
         Of this machine; what the simulations are priced by.
     shape, dtype
         Of the model.
+    table : Path, optional
+        The file in which answers are kept from run to run.
     answer_timeout_s : float
         Longest time for an answer; past it the process is ended.
 
@@ -46,12 +49,22 @@ class Planner:
     ----------
     failure : why there are no more answers, None while there may be
     cpu_ns : processor time that the answers taken so far took
+    known : answers of earlier runs, to which those of this one are added
     """
 
-    def __init__(self, profile: Profile, shape: ModelShape, dtype: str, *, answer_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        dtype: str,
+        *,
+        table: Path | None = None,
+        answer_timeout_s: float = 120.0,
+    ) -> None:
         self.failure: str | None = None
         self.cpu_ns = 0
-        self._setup = Setup(profile, shape, dtype).line()
+        self.known = LayoutTable(table).known
+        self._setup = Setup(profile, shape, dtype, str(table) if table is not None else None).line()
         self._timeout_s = answer_timeout_s
         self._asked_at: float | None = None
         self._questions: queue.SimpleQueue[LayoutQuestion | None] = queue.SimpleQueue()

@@ -11,12 +11,11 @@ import signal
 import sys
 import time
 import warnings
-from functools import partial
+from pathlib import Path
 
-from hybridattn.cost.machine import driver_of
-from hybridattn.cost.table import ExtrapolationWarning
+from hybridattn.planning.layout_table import LayoutTable
 from hybridattn.planning.messages import Failed, Found, Setup, read_question
-from hybridattn.planning.predict import by_simulation, open_priced
+from hybridattn.planning.predict import predict_for
 
 NICENESS = 10  # it shares its core with those who serve
 
@@ -24,17 +23,20 @@ NICENESS = 10  # it shares its core with those who serve
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that serves; it ends us
     os.nice(NICENESS)
-    warnings.simplefilter("ignore", ExtrapolationWarning)  # said where the answers are used
+    warnings.simplefilter("ignore")  # said where the answers are used
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     first = questions.readline()
     if not first:
         return
     setup = Setup.read(first)
-    costs, predict = setup.costs(), by_simulation(partial(open_priced, **driver_of(setup.profile)))
+    costs, predict = setup.costs(), predict_for(setup.profile)
+    table = LayoutTable(Path(setup.table) if setup.table is not None else None)
     counted_ns = 0  # what starting took is part of the first answer
     for line in questions:  # until nobody asks any more
         try:
-            layout, expected = read_question(line).answer(costs, predict)
+            question = read_question(line)
+            layout, expected = question.answer(costs, predict)
+            table.add(question, layout, expected)
             before_ns, counted_ns = counted_ns, time.process_time_ns()
             said = Found(layout, expected, counted_ns - before_ns).line()
         except Exception as error:  # the process that serves goes on without, and says why
@@ -44,3 +46,4 @@ def main() -> None:
             answers.flush()
         except BrokenPipeError:
             return
+        table.save()  # after the answer: nobody waits for it

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hybridattn.core.device import Device
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import driver_of
 from hybridattn.cost.pricing import Pricing
+from hybridattn.cost.profile import Profile
 from hybridattn.devices.sim import SimDevice
 from hybridattn.planning.steady import Steady, SteadyRun
 from hybridattn.policies.layouts import Layout, policy_of
@@ -23,6 +26,11 @@ def open_priced(pricing: Pricing, **driver: Any) -> Device:
     ``driver`` is what the driver and the lanes' threads cost (``hybridattn.cost.machine.driver_of``).
     """
     return SimDevice(pricing, record=False, **driver)
+
+
+def predict_for(profile: Profile) -> Callable[[Load, Layout, Costs, bool], Steady]:
+    """``by_simulation`` with what driver and lanes of a measured machine cost."""
+    return by_simulation(partial(open_priced, **driver_of(profile)))
 
 
 def by_simulation(

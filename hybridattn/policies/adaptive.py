@@ -8,24 +8,25 @@ The fixed policies are among the layouts, and GPU-only always is, so it falls ba
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, RequestView, StepView, TierView
-from hybridattn.policies.chooser import Elsewhere, Here
+from hybridattn.policies.chooser import Answer, Elsewhere, Here
 from hybridattn.policies.delegate import Delegate
-from hybridattn.policies.estimate import rate
+from hybridattn.policies.estimate import move_ns, rate
 from hybridattn.policies.guard import Guard
 from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
 from hybridattn.policies.load import Limits, Load, LoadMeter, Prediction
-from hybridattn.policies.planning import LEARNT, AsyncChooser, LayoutQuestion, Predict, choose
+from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict, choose
 
 MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
 WORTH = 1.02  # by how much the rate must rise for a request to move up
-SETTLE_STEPS = 8  # after a plan, before a changed load or what was learnt about the CPU leads to the next
+LEARNT = 0.08  # by how much CPU attention may differ from what it was planned with
+MOST_CHOICES = 1024  # the latest, that are remembered
 
 
 class Plan(NamedTuple):
@@ -33,8 +34,25 @@ class Plan(NamedTuple):
 
     step: int
     load: Load
-    cpu_factor: float
+    measured: float
+    cpu_factor: float  # what it was planned with
     costs: Costs  # corrected by it
+
+
+class Choice(NamedTuple):
+    """From ``step`` on ``layout`` decides: for which load, by whom, and the tokens per second that are predicted."""
+
+    step: int
+    now_ns: int
+    layout: Layout
+    load: Load
+    by: str
+    tokens_per_s: float | None
+
+    def __str__(self) -> str:
+        load, rate = self.load, "" if self.tokens_per_s is None else f", {self.tokens_per_s:.4g} tokens/s predicted"
+        rows = f"{load.gpu_rows} + {load.cpu_rows} rows of {load.context} tokens"
+        return f"step {self.step}: {self.layout} for {rows}, by {self.by}{rate}"
 
 
 class Adaptive(Delegate):
@@ -61,6 +79,8 @@ class Adaptive(Delegate):
     layout : the one in use, None before the first plan
     plans : layouts asked for so far
     used : in how many steps each layout decided
+    choices : the latest changes of the layout
+    moves_block : where a copy of a request takes less time than the token that it would miss in a step
     """
 
     name = "adaptive"
@@ -89,6 +109,7 @@ class Adaptive(Delegate):
         self.layout: Layout | None = None
         self.plans = 0
         self.used: Counter[Layout] = Counter()
+        self.choices: deque[Choice] = deque(maxlen=MOST_CHOICES)
         self.policy = policy_of(Layout("gpu_only"), costs)
         self._predict = predict if callable(predict) else None
         self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(costs, predict)
@@ -96,6 +117,8 @@ class Adaptive(Delegate):
         self._guards = guard
         self._meter = LoadMeter()
         self._plan: Plan | None = None
+        self._view = StepView(0, 0, 0, 0, 0, 0, 0, 0.0, 1.0)  # of the latest step
+        self._pays: dict[tuple[int, int], bool] = {}  # to move up, by rows of the tiers, under the latest plan
         self._cpu_rows = 0  # on the CPU tier, those placed since the step began included
         self._idle_steps = 0  # without CPU rows, while some wait
         self._forced = -1  # number of the latest micro-batch that runs only because it waited for too long
@@ -113,11 +136,12 @@ class Adaptive(Delegate):
     # -- the layout --------------------------------------------------------------------------------------------------
 
     def begin(self, view: StepView) -> None:
+        self._view = view
         self._cpu_rows = view.cpu_rows
         self._meter.count(view)
         self._use_answer(view)
         load = self._meter.load(view)
-        if load is not None and self._chooser.free(view) and self._outdated(load, view):
+        if load is not None and self._chooser.free and self._outdated(load, view):
             self._ask(load, view)
             self._use_answer(view)
         if self.layout is not None:
@@ -134,30 +158,48 @@ class Adaptive(Delegate):
         plan = self._plan
         if plan is None:
             return True
-        if view.number - plan.step >= SETTLE_STEPS:
+        if view.number - plan.step >= self._chooser.settle_steps:
             if not load.like(plan.load):
                 self._guard.forget()
                 return True
-            if abs(view.cpu_factor / plan.cpu_factor - 1) > LEARNT:
-                return True
+            if abs(view.cpu_factor / plan.measured - 1) > LEARNT:
+                if self._chooser.cpu_factor(load, view.cpu_factor) != plan.cpu_factor:
+                    return True
         return self._guards and self._guard.falls_short(load, view)
 
     def _ask(self, load: Load, view: StepView) -> None:
         self.plans += 1
         discount = tuple(self._guard.discount.items())
-        factor = round(view.cpu_factor, 2)
-        self._plan = Plan(view.number, load, view.cpu_factor, self.costs.corrected(factor))
+        factor = self._chooser.cpu_factor(load, view.cpu_factor)
+        self._plan = Plan(view.number, load, view.cpu_factor, factor, self.costs.corrected(factor))
+        self._pays.clear()
+        self.moves_block = move_ns(load, self._plan.costs) * rate(load, self._plan.costs) < 1
         self._chooser.ask(LayoutQuestion(load, factor, self.limits, self.min_gain, discount), view)
 
     def _use_answer(self, view: StepView) -> None:
         answer = self._chooser.take(view)
         if answer is None or self._plan is None:
             return
-        layout, expected = answer
-        self._guard.watch(layout, expected, self._plan.load, view)
-        costs = self._plan.costs
+        layout, expected, load, by = answer
+        plan, costs = self._plan, self._plan.costs
+        self._guard.watch(layout, expected, plan.load, view, self._scale(answer, plan))
+        if layout != self.layout:
+            rate = expected.tokens_per_s if expected is not None else None
+            self.choices.append(Choice(view.number, view.now_ns, layout, load, by, rate))
         if layout != self.layout or costs is not self.policy.costs:
             self.layout, self.policy = layout, policy_of(layout, costs)
+
+    @staticmethod
+    def _scale(answer: Answer, plan: Plan) -> float:
+        """What the rate of the plan's load is over that of the load which was answered, by closed forms."""
+        if answer.expected is None or answer.load == plan.load or not (answer.load.gpu_rows and plan.load.gpu_rows):
+            return 1.0
+        return rate(plan.load, plan.costs) / rate(answer.load, plan.costs)
+
+    def _decide_first(self, load: Load) -> None:
+        """A layout before the first step that anybody of the CPU tier takes part in."""
+        self._ask(load, self._view)
+        self._use_answer(self._view)
 
     def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
         """The layout for ``load`` by this policy's predictions and limits, and by what its guard learnt."""
@@ -171,6 +213,8 @@ class Adaptive(Delegate):
         tier = super().place(request, tiers)
         if tier != CPU_TIER or request.blocks_max > tiers["gpu"].total:
             return tier
+        if self.layout is None and request.gpu_rows:
+            self._decide_first(Load(request.gpu_rows, request.waiting, request.tokens))
         if self.layout is None or not self.uses_cpu:
             return None  # it waits for the GPU
         rows = self.layout.max_rows
@@ -183,9 +227,19 @@ class Adaptive(Delegate):
         """By closed forms, at the context of the latest plan."""
         if self._plan is None or not cpu_rows:
             return False
-        context, costs = self._plan.load.context, self._plan.costs
-        now = rate(Load(gpu_rows, cpu_rows, context), costs, self.min_gain)
-        return rate(Load(gpu_rows + 1, cpu_rows - 1, context), costs, self.min_gain) > WORTH * now
+        found = self._pays.get((gpu_rows, cpu_rows))
+        if found is None:
+            context, costs = self._plan.load.context, self._plan.costs
+            now = rate(Load(gpu_rows, cpu_rows, context), costs, self.min_gain)
+            found = rate(Load(gpu_rows + 1, cpu_rows - 1, context), costs, self.min_gain) > WORTH * now
+            self._pays[gpu_rows, cpu_rows] = found
+        return found
+
+    def move_down(self, gpu_rows: int, tokens: int) -> bool:
+        """Where the CPU tier takes part."""
+        if self.layout is None and gpu_rows > 1:
+            self._decide_first(Load(gpu_rows - 1, 1, tokens))
+        return self.uses_cpu
 
     # -- rows on the CPU tier that the layout does not serve -----------------------------------------------------------
 

@@ -49,12 +49,16 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request that waits for admission. ``index`` counts arrivals from 0; blocks are pages of its known tokens
-    (``blocks_now``) and of all it may ever hold (``blocks_max``)."""
+    """A request that waits for admission. ``index`` counts arrivals from 0; blocks are pages of its known ``tokens``
+    (``blocks_now``) and of all it may ever hold (``blocks_max``). It is one of ``waiting``; the GPU tier serves
+    ``gpu_rows`` requests, those whose prompts are under way included."""
 
     index: int
     blocks_now: int
     blocks_max: int
+    tokens: int = 1
+    waiting: int = 1
+    gpu_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,9 @@ class StepView(NamedTuple):
     """Before a step. Rows and ``kv_tokens`` are those of all requests that decode.
 
     ``tokens`` counts what was made so far (a CPU row that advanced one layer counts 1/L); ``cpu_factor`` is measured
-    over priced time of CPU attention so far; ``waiting`` counts requests that wait for admission.
+    over priced time of CPU attention so far, ``gpu_factor`` the same of the GPU's linear stages; ``waiting`` counts
+    requests that wait for admission, ``gpu_coming`` and ``cpu_coming`` those of each tier whose prompts are under way,
+    ``coming_tokens`` what these know so far.
     """
 
     number: int
@@ -97,6 +103,10 @@ class StepView(NamedTuple):
     tokens: float
     cpu_factor: float
     waiting: int = 0
+    gpu_coming: int = 0
+    cpu_coming: int = 0
+    coming_tokens: int = 0
+    gpu_factor: float = 1.0
 
 
 class DispatchView(NamedTuple):
@@ -199,6 +209,7 @@ class Policy:
         of computing it again later (None: no moves; also none where the stages cannot move K,V)
     cold_only_when_full : ``cold_pages`` wants no cold page as long as the GPU tier has room for all
     moves_block : a step waits for the moves that begin with it, and the requests that moved take part in it
+    takes_detours : ``detour`` may be wanted in the coming step; else the driver need not keep up with the GPU for it
     costs : cost model of the policies that have one
     forecasts : the executor fills the predicted times of the views, by ``costs``
     """
@@ -240,6 +251,10 @@ class Policy:
             )
         self.cpu_fraction = cpu_fraction
 
+    @property
+    def takes_detours(self) -> bool:
+        return "detour" in self.hooks
+
     def allowed(self, index: int) -> tuple[str, ...]:
         """Tiers that request ``index`` may live on, best first."""
         if self.cpu_fraction is None:
@@ -274,6 +289,11 @@ class Policy:
         request lies on one tier as a whole.
         """
         return 0, 0
+
+    def move_down(self, gpu_rows: int, tokens: int) -> bool:
+        """The GPU tier, which serves ``gpu_rows`` requests, is full: the youngest of them, of ``tokens`` tokens, should
+        decode on on the CPU tier instead of being computed again later. Asked where the stages can move K,V."""
+        return False
 
     def begin(self, view: StepView) -> None:
         """A step begins: the place to plan. Only with the hook ``begin``.

@@ -2,27 +2,43 @@
 
 Here        begin: ask, simulate, take -> the layout from now on (or from ``plan_steps`` later on)
 Elsewhere   begin: ask; a closed form's layout at once ... begin: take, nothing yet ... begin: take -> the simulated one
-            begin: ask of a load that was answered before -> that answer at once
+            begin: ask of a load that was answered before, in this run or an earlier one -> that answer at once
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import StepView
-from hybridattn.policies.estimate import at_once
+from hybridattn.policies.estimate import at_once, rate
 from hybridattn.policies.layouts import Layout
-from hybridattn.policies.load import Prediction
+from hybridattn.policies.load import Load, Prediction
 from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict
 
-Answer = tuple[Layout, Prediction | None]
-
 SHARE = 0.05  # of one core that planning beside the steps may take
-MOST_KNOWN = 256  # answers that are remembered
+SETTLE_STEPS = 8  # after a plan that was waited for, before a changed load or what was learnt leads to the next
+MOST_KNOWN = 4096  # answers that are remembered in a run
+FACTOR_STEP = 1.25  # between speeds of the CPU that are planned for, where answers are remembered
+MATTERS = 0.05  # change of the rate by closed forms below which another speed of the CPU is none
+
+
+class Answer(NamedTuple):
+    """A layout, what is predicted of it and for which load, and who says so."""
+
+    layout: Layout
+    expected: Prediction | None
+    load: Load
+    by: str
 
 
 class Here:
     """Short simulations, which the step waits for. What planning takes is a stated constant: a layout is used
     ``plan_steps`` after it was asked for, the first one at once."""
+
+    settle_steps = SETTLE_STEPS
 
     def __init__(self, costs: Costs, predict: Predict, plan_steps: int) -> None:
         self._costs = costs
@@ -34,12 +50,18 @@ class Here:
     def __str__(self) -> str:
         return "chosen by simulations that the step waited for"
 
-    def free(self, view: StepView) -> bool:
+    @property
+    def free(self) -> bool:
         """A question may be asked now."""
         return self._pending is None
 
+    def cpu_factor(self, load: Load, measured: float) -> float:
+        """What to plan with where CPU attention takes ``measured`` times its price."""
+        return round(measured, 2)
+
     def ask(self, question: LayoutQuestion, view: StepView) -> None:
-        self._pending = view.number + self._delay, question.answer(self._costs, self._predict)
+        answer = Answer(*question.answer(self._costs, self._predict), question.load, "a simulation")
+        self._pending = view.number + self._delay, answer
         self._delay = self._plan_steps
 
     def take(self, view: StepView) -> Answer | None:
@@ -53,42 +75,57 @@ class Here:
 class Elsewhere:
     """One question at a time to somebody who answers later, or never again; meanwhile a closed form decides.
 
-    Answers are remembered, and questions come so seldom that answering takes at most ``SHARE`` of one core: after an
-    answer that took a second, nobody is asked for the next twenty.
+    Answers are kept by coarse loads, and questions come so seldom that answering takes at most ``SHARE`` of one core:
+    after an answer that took a second, nobody is asked for the next twenty. An answer is looked up and a closed form
+    takes well below a millisecond, so that a load which changes need not settle first.
 
     Attributes
     ----------
     asked, recalled, estimated : questions that were handed on, answered from memory, and answered by the closed form
     """
 
+    settle_steps = 0
+
     def __init__(self, costs: Costs, chooser: AsyncChooser) -> None:
         self.asked = self.recalled = self.estimated = 0
         self._costs = costs
         self._chooser = chooser
+        self._known = chooser.known
         self._ready: Answer | None = None
-        self._wanted: LayoutQuestion | None = None  # has a closed form's answer so far
+        self._wanted: LayoutQuestion | None = None  # its load has no answer of its own so far
         self._open: tuple[LayoutQuestion, int] | None = None  # handed on, and what answers had cost by then
-        self._known: dict[LayoutQuestion, Answer] = {}
         self._rest_until_ns = 0
 
     def __str__(self) -> str:
         return f"chosen {self.estimated} times by closed forms, {self.recalled} from memory, {self.asked} simulated"
 
-    def free(self, view: StepView) -> bool:
-        """A question may be asked now. Not while GPU rows only read their prompts: the next steps are about others."""
-        return self._ready is None and (view.gpu_rows > 0 or view.prefill_tokens == 0)
+    @property
+    def free(self) -> bool:
+        """A question may be asked now."""
+        return True
+
+    def cpu_factor(self, load: Load, measured: float) -> float:
+        """What to plan with where CPU attention takes ``measured`` times its price: one of few, or 1 where closed forms
+        tell no difference."""
+        parts = round(math.log(measured) / math.log(FACTOR_STEP))
+        factor = round(FACTOR_STEP**parts, 3)
+        if not parts or abs(rate(load, self._costs.corrected(factor)) / rate(load, self._costs) - 1) < MATTERS:
+            return 1.0
+        return factor
 
     def ask(self, question: LayoutQuestion, view: StepView) -> None:
-        self._wanted = None
-        self._ready = self._recall(question)
-        if self._ready is not None:
+        kept = replace(question, load=question.load.coarse())
+        exact = self._known.get(kept)
+        found = (kept, exact) if exact is not None else self._nearest(question)
+        self._wanted = kept if exact is None and question.load.gpu_rows else None
+        if found is not None:
             self.recalled += 1
+            self._ready = Answer(*found[1], found[0].load, "memory")
             return
         self.estimated += 1
         costs = self._costs.corrected(question.cpu_factor)
-        self._ready = at_once(question.load, costs, question.limits, question.min_gain), None
-        if question.load.gpu_rows:
-            self._wanted = question
+        layout = at_once(question.load, costs, question.limits, question.min_gain)
+        self._ready = Answer(layout, None, question.load, "a closed form")
 
     def take(self, view: StepView) -> Answer | None:
         """The layout to use from now on, with its prediction; None: the one in use goes on."""
@@ -105,10 +142,10 @@ class Elsewhere:
         while len(self._known) >= MOST_KNOWN:
             del self._known[next(iter(self._known))]
         self._known[question] = found
-        if self._wanted is None or not self._wanted.near(question):
+        if self._wanted != question:
             return answer  # the load has changed meanwhile
         self._wanted = None
-        return found
+        return Answer(*found, question.load, "a simulation")
 
     def _hand_on(self, view: StepView) -> None:
         if self._wanted is not None and view.now_ns >= self._rest_until_ns:
@@ -116,9 +153,9 @@ class Elsewhere:
             self._chooser.ask(self._wanted)
             self._open = self._wanted, self._chooser.cpu_ns
 
-    def _recall(self, question: LayoutQuestion) -> Answer | None:
+    def _nearest(self, question: LayoutQuestion) -> tuple[LayoutQuestion, tuple[Layout, Prediction]] | None:
         """What was answered for a load like this one under the same circumstances, the latest first."""
         for known in reversed(self._known):
             if question.near(known):
-                return self._known[known]
+                return known, self._known[known]
         return None

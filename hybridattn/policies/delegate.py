@@ -33,6 +33,10 @@ class Delegate(Policy):
         return self.policy.dispatch_cap
 
     @property
+    def takes_detours(self) -> bool:
+        return self.policy.takes_detours
+
+    @property
     def next_detour_ns(self) -> int:  # type: ignore[override]
         return self.policy.next_detour_ns
 
@@ -71,10 +75,13 @@ class Wrapper(Delegate):
         self.priority = policy.priority
         self.forecasts = policy.forecasts
         self.swap_in_below = policy.swap_in_below
-        self.moves_block = policy.moves_block
         self.cold_only_when_full = policy.cold_only_when_full
         self.costs = policy.costs
         self.cpu_fraction = policy.cpu_fraction
+
+    @property
+    def moves_block(self) -> bool:  # type: ignore[override]
+        return self.policy.moves_block
 
     def allowed(self, index: int) -> tuple[str, ...]:
         return self.policy.allowed(index)
@@ -90,6 +97,9 @@ class Wrapper(Delegate):
 
     def cold_pages(self, view: ColdView) -> tuple[int, int]:
         return self.policy.cold_pages(view)
+
+    def move_down(self, gpu_rows: int, tokens: int) -> bool:
+        return self.policy.move_down(gpu_rows, tokens)
 
     def begin(self, view: StepView) -> None:
         self.policy.begin(view)

@@ -73,6 +73,12 @@ def back_ns(rows: int, context: int, costs: Costs) -> int:
     return costs.down_ns(rows) + costs.cpu_ns(rows, rows * context) + costs.up_ns(rows) if rows else 0
 
 
+def move_ns(load: Load, costs: Costs) -> float:
+    """A copy of the K,V of one request, at most: by what q, k, v of the CPU rows take to go down."""
+    rows = max(1, load.cpu_rows)
+    return costs.cost.move_request(load.context).num_bytes * costs.down_ns(rows) / costs.cost.send_qkv(rows).num_bytes
+
+
 def _worth_trying(load: Load, costs: Costs) -> list[int]:
     """All CPU rows, half and a quarter of them, and as many as hide behind the GPU's attention."""
     rows = load.cpu_rows

@@ -22,7 +22,7 @@ class Guard:
     expected : prediction of the layout in use; None: there is none
     """
 
-    __slots__ = ("_layout", "_load", "_mark", "discount", "expected")
+    __slots__ = ("_layout", "_load", "_mark", "_rate", "_slow", "discount", "expected")
 
     def __init__(self) -> None:
         self.discount: dict[Layout, float] = {}
@@ -30,10 +30,16 @@ class Guard:
         self._layout: Layout | None = None
         self._load: Load | None = None
         self._mark: StepView | None = None  # where the window began
+        self._rate = 0.0  # tokens per second that the layout should bring
+        self._slow = 0.0  # of the window's steps: how much longer the GPU's own work takes than it should, in all
 
-    def watch(self, layout: Layout, expected: Prediction | None, load: Load, view: StepView) -> None:
-        """``layout`` is in use from now on, chosen for ``load``."""
+    def watch(
+        self, layout: Layout, expected: Prediction | None, load: Load, view: StepView, scale: float = 1.0
+    ) -> None:
+        """``layout`` is in use from now on, chosen for ``load``, whose rate is ``scale`` times the predicted one."""
         self._layout, self.expected, self._load, self._mark = layout, expected, load, view
+        self._rate = expected.tokens_per_s * scale if expected is not None else 0.0
+        self._slow = 0.0
 
     def forget(self) -> None:
         """What was learnt of layouts was learnt under another load."""
@@ -44,15 +50,18 @@ class Guard:
 
         The layout counts for less in it, unless the prediction was for other prompts than there are by now.
         """
-        mark, expected, layout, planned = self._mark, self.expected, self._layout, self._load
-        if mark is None or expected is None or layout is None or planned is None or layout.kind == "gpu_only":
+        mark, layout, planned = self._mark, self._layout, self._load
+        if mark is None or layout is None or planned is None or not self._rate or layout.kind == "gpu_only":
             return False
-        if view.number - mark.number < WINDOW or view.now_ns <= mark.now_ns:
+        self._slow += max(0.0, view.gpu_factor - 1)
+        steps = view.number - mark.number
+        if steps < WINDOW or view.now_ns <= mark.now_ns:
             return False
         rate = (view.tokens - mark.tokens) / (view.now_ns - mark.now_ns) * 1e9
-        self._mark = view
-        if rate >= SHORT * expected.tokens_per_s:
+        reached = rate * (1 + self._slow / steps) / self._rate  # what slows down everything is not the layout's fault
+        self._mark, self._slow = view, 0.0
+        if reached >= SHORT:
             return False
         if load.prompt_per_token == planned.prompt_per_token:
-            self.discount[layout] = rate / expected.tokens_per_s * self.discount.get(layout, 1.0)
+            self.discount[layout] = reached * self.discount.get(layout, 1.0)
         return True

@@ -74,8 +74,9 @@ def fixed_layouts(costs: Costs, gpu_rows: int, cpu_rows: int, context: int) -> l
     offload."""
     found = [Layout("gpu_only"), Layout("asymmetric")]
     found += [Layout("async_overlap", k) for k in (1, 2, 4, 8) if k <= cpu_rows]
-    bounds = {n for n in (*hidden_rows(costs, gpu_rows, context), cpu_rows) if 0 < n <= cpu_rows}
-    return found + [Layout("sync_offload", max_rows=n) for n in sorted(bounds)]
+    bounds = {n for n in hidden_rows(costs, gpu_rows, context) if 0 < n < cpu_rows}
+    found += [Layout("sync_offload", max_rows=n) for n in sorted(bounds)]
+    return [*found, Layout("sync_offload")] if cpu_rows else found  # all: those that come next take part at once
 
 
 def rule_layouts(

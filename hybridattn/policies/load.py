@@ -35,6 +35,14 @@ class Load:
         pairs = ((self.gpu_rows, other.gpu_rows), (self.cpu_rows, other.cpu_rows), (self.context, other.context))
         return all(abs(a - b) <= max(1, b) / parts for a, b in pairs)
 
+    def coarse(self) -> Load:
+        """The nearest load of a grid with two sizes to an octave: what is known of that serves all loads around it."""
+        prompts = self.prompt_per_token
+        return Load(
+            _on_grid(self.gpu_rows), _on_grid(self.cpu_rows), _on_grid(self.context),
+            0.5 * _on_grid(round(2 * prompts)),
+        )  # fmt: skip
+
 
 class LoadMeter:
     """The load, as the views of the steps show it. Rounded, so that loads which hardly differ are planned for once."""
@@ -49,15 +57,23 @@ class LoadMeter:
         self._prompt_tokens += view.prefill_tokens
 
     def load(self, view: StepView) -> Load | None:
-        """The load now, requests that wait counted as CPU rows; None: there is nobody but GPU rows."""
-        rows = min(view.cpu_rows + view.waiting, MOST_CPU_ROWS * max(1, view.gpu_rows))
+        """The load that comes: requests whose prompts are under way count as rows of their tier, those that wait as CPU
+        rows. None: there is nobody but GPU rows."""
+        gpu_rows = view.gpu_rows + view.gpu_coming
+        rows = min(view.cpu_rows + view.cpu_coming + view.waiting, MOST_CPU_ROWS * max(1, gpu_rows))
         if not rows:
             return None
-        kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens
-        context = max(1, kv_tokens // max(1, view.gpu_rows + view.cpu_rows))
+        kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens + view.coming_tokens
+        context = max(1, kv_tokens // max(1, gpu_rows + view.cpu_rows + view.cpu_coming))
         known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few steps say little
         per_token = self._prompt_tokens / view.tokens if known else 0.0
-        return Load(_coarse(view.gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
+        return Load(_coarse(gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)
+
+
+def _on_grid(count: int) -> int:
+    """The nearest of 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... by ratio."""
+    low = 1 << max(0, count.bit_length() - 1)
+    return min((low, low * 3 // 2, 2 * low), key=lambda n: max(n, count) / min(n, count)) if count else 0
 
 
 def _coarse(count: int) -> int:

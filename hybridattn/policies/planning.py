@@ -20,7 +20,6 @@ from hybridattn.policies.load import Limits, Load, Prediction
 Predict = Callable[[Load, Layout, Costs, bool], Prediction]
 
 FINALISTS = 5
-LEARNT = 0.08  # by how much CPU attention may differ from what it was planned with
 ROOM = 0.03  # left below a limit: a load is rounded to about 3 % (``Adaptive``), and so is what is predicted for it
 
 
@@ -38,10 +37,10 @@ class LayoutQuestion:
     discount: tuple[tuple[Layout, float], ...] = ()
 
     def near(self, other: LayoutQuestion) -> bool:
-        """An answer to ``other`` serves this one: loads within a third, the same limits and discounts, a CPU that is
-        about as fast."""
-        same = (self.limits, self.min_gain, self.discount) == (other.limits, other.min_gain, other.discount)
-        return same and abs(self.cpu_factor / other.cpu_factor - 1) <= LEARNT and self.load.like(other.load, 3)
+        """An answer to ``other`` may serve this one until there is a better: loads within a third, all else equal."""
+        mine = self.cpu_factor, self.limits, self.min_gain, self.discount
+        theirs = other.cpu_factor, other.limits, other.min_gain, other.discount
+        return mine == theirs and self.load.like(other.load, 3)
 
     def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
         """The layout and its prediction (see :func:`choose`)."""
@@ -53,6 +52,7 @@ class AsyncChooser(Protocol):
     """Answers one question at a time, elsewhere (``hybridattn.planning.planner.Planner``). Neither method blocks."""
 
     cpu_ns: int  # processor time that answers took so far
+    known: dict[LayoutQuestion, tuple[Layout, Prediction]]  # answers of earlier runs; those of this one are added
 
     def ask(self, question: LayoutQuestion) -> None: ...
 

@@ -74,9 +74,11 @@ class Prompts:
         held = self._kv.contexts.find(request.session)
         if held is not None and held.in_flight:
             return None, 0  # its context is on its way
-        kv, cold = self._kv, 0
+        kv, queues, cold = self._kv, self._queues, 0
+        served = len(queues.decoding) + sum([r.tier == GPU_TIER for r in queues.prefilling])
+        now, most = kv.need(request), kv.need_at_most(request)
         tier = self._policy.place(
-            RequestView(request.index, kv.need(request), kv.need_at_most(request)),
+            RequestView(request.index, now, most, request.num_tokens, len(queues.waiting), served),
             {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS},
         )
         if tier != CPU_TIER and self._cold_pages.wanted:

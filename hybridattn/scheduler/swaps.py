@@ -26,7 +26,7 @@ class Swaps:
     ----------
     possible : the stages can move K,V at all
     wanted : the policy swaps requests between the tiers
-    upwards : the policy moves requests up where the GPU tier has room for good
+    upwards : the policy moves requests up where the GPU tier has room for good, and down where that is full
     """
 
     __slots__ = ("_finish", "_kv", "_parks", "_policy", "_queues", "possible", "upwards", "wanted")
@@ -74,10 +74,13 @@ class Swaps:
 
     def swap_out(self, request: Request) -> bool:
         """Move a GPU request down instead of preempting it; False when the CPU tier has no room for it either."""
-        if not self.wanted or not request.at_rest or self._needs(request, CPU_TIER) > self._kv.free(CPU_TIER):
+        if not self.possible or not request.at_rest or self._needs(request, CPU_TIER) > self._kv.free(CPU_TIER):
             return False
-        self._move(request, CPU_TIER)
-        return True
+        rows = len(self._queues.decoding)
+        if self.wanted or (self.upwards and self._policy.move_down(rows, request.num_tokens)):
+            self._move(request, CPU_TIER)
+            return True
+        return False
 
     def move(self, request: Request, tier: str) -> bool:
         """Begin to move a request that decodes to ``tier`` now; False when it cannot: a row of it is in flight, its

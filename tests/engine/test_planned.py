@@ -26,6 +26,7 @@ from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import save_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.models.load import load
+from hybridattn.planning import choice
 from hybridattn.planning import planner as planner_module
 from hybridattn.planning.planner import Planner
 from hybridattn.planning.predict import by_simulation, open_priced
@@ -42,6 +43,12 @@ SMALL = {"gpu_kv_blocks": 5, "cpu_kv_blocks": 40, "page_size": 16}  # one reques
 ROOMY = {"gpu_kv_blocks": 40, "cpu_kv_blocks": 40, "page_size": 16}
 FIRST = LayoutQuestion(Load(4, 8, 64), 1.1, Limits(), 1.0)
 pytestmark = pytest.mark.filterwarnings("ignore::hybridattn.cost.table.ExtrapolationWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_table(monkeypatch):
+    """Answers do not outlive a test."""
+    monkeypatch.setattr(choice, "table_path", lambda setup: None)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +174,18 @@ def test_the_answer_is_that_of_the_policy_itself(profile):
     assert found[0].kind != "gpu_only" and answers[0][0] != found[0]
 
 
+def test_answers_are_there_for_the_next_run(profile, tmp_path, monkeypatch):
+    path = tmp_path / "layouts" / "a.json"
+    monkeypatch.setattr(choice, "table_path", lambda setup: path)
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        call = llm.start(JOBS, PARAMS)
+        until(path.exists, lambda: llm.engine.step() if llm.engine.unfinished else time.sleep(0.01))
+        del call
+    with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
+        llm.generate(JOBS, PARAMS)
+        assert llm.policy.choices and llm.planner.known
+
+
 def test_the_command_line_takes_a_policy_that_plans_and_its_profile(real_model, prompts, tmp_path, capsys):
     save_profile(made_profile(fingerprint(), "smollm2-135m"), tmp_path / "here.json")
     argv = ["generate", "--policy", "auto", "--profile", str(tmp_path / "here.json"), "--max-tokens", "16", "--json"]
@@ -203,7 +222,7 @@ def test_a_process_that_dies_does_not_stop_the_generation(profile, plain, when):
             call = planned(llm)
             os.kill(llm.planner.pid, signal.SIGKILL)
             llm.policy._plan = None  # it wants to plan again, at once and for a load that nobody has asked about
-            llm.policy._chooser._known.clear()
+            llm.planner.known.clear()
             llm.policy._chooser._rest_until_ns = 0
         else:
             call = llm.start(JOBS * 4, PARAMS)
@@ -272,6 +291,7 @@ def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    env["HYBRIDATTN_CACHE"] = str(tmp_path)
     argv = [sys.executable, str(program), str(path)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -14,8 +14,9 @@ from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
-from hybridattn.policies.adaptive import MAX_WAIT_STEPS, SETTLE_STEPS, Adaptive, Auto
+from hybridattn.policies.adaptive import MAX_WAIT_STEPS, Adaptive, Auto
 from hybridattn.policies.base import Decision, DispatchView, LayerView, RequestView, StepView, TierView
+from hybridattn.policies.chooser import SETTLE_STEPS
 from hybridattn.policies.guard import WINDOW
 from hybridattn.policies.layouts import Layout, fixed_layouts, hidden_rows, policy_of, rule_layouts
 from hybridattn.policies.load import Limits, Load
@@ -287,3 +288,72 @@ def test_every_layout_has_its_policy():
 def test_bad_input_is_refused(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+# -- from the first step on, and without settling --------------------------------------------------------------------
+
+
+class Silent:
+    """Somebody elsewhere who never answers: closed forms have to do."""
+
+    def __init__(self):
+        self.cpu_ns, self.known = 0, {}
+
+    def ask(self, question): ...
+
+    def take(self):
+        return None
+
+
+def test_the_first_request_that_finds_the_gpu_tier_full_is_placed_by_a_closed_form():
+    policy = Adaptive(COSTS, Silent())
+    assert policy.place(RequestView(0, 3, 4, 100, 8, 0), tiers(5, 50)) == "gpu" and policy.layout is None
+    assert policy.place(RequestView(1, 3, 4, 100, 7, 24), tiers(0, 50)) == "cpu"
+    assert policy.uses_cpu and policy.choices[0].by == "a closed form" and policy.choices[0].load.cpu_rows == 7
+    assert "step 0: sync_offload for 24 + 7 rows of 100 tokens, by a closed form" in str(policy.choices[0])
+
+
+def test_a_full_gpu_tier_moves_requests_down_only_where_the_cpu_takes_part():
+    assert Adaptive(COSTS, Silent()).move_down(24, 100)
+    dear = COSTS.corrected(1000.0)
+    assert not Adaptive(dear, Silent()).move_down(24, 100) and not Adaptive(COSTS, Silent()).move_down(1, 100)
+
+
+def test_what_only_looks_a_layout_up_does_not_wait_for_a_load_to_settle():
+    policy = Adaptive(COSTS, Silent())
+    policy.begin(passing(cpu_rows=2))
+    policy.begin(passing(1, cpu_rows=96))
+    assert policy.plans == 2
+    policy.begin(passing(2, cpu_rows=97))
+    assert policy.plans == 2
+
+
+def test_detours_are_prepared_for_only_by_a_layout_that_takes_them():
+    for kind, takes in (("rule", True), ("sync_offload", False)):
+        policy, _ = planner({kind: Guess(150.0)})
+        policy.begin(passing())
+        assert policy.layout.kind == kind and policy.takes_detours is takes
+
+
+def test_what_slows_down_the_gpu_as_well_is_not_held_against_a_layout():
+    for gpu_factor, plans in ((2.0, 1), (1.0, 2)):
+        policy, _ = planner({"rule": Guess(150.0)})
+        policy.begin(passing())
+        for step in range(1, WINDOW + 1):
+            policy.begin(passing(step, step * 10**7, step * 0.8)._replace(gpu_factor=gpu_factor))
+        assert policy.plans == plans
+
+
+@given(rows=st.integers(0, 500), cpu_rows=st.integers(1, 500), context=st.integers(1, 10**5))
+@settings(max_examples=60, deadline=None)
+def test_a_coarse_load_is_near_and_its_own_coarse_one(rows, cpu_rows, context):
+    coarse = Load(rows, cpu_rows, context, 0.5).coarse()
+    assert coarse.coarse() == coarse
+    for a, b in ((rows, coarse.gpu_rows), (cpu_rows, coarse.cpu_rows), (context, coarse.context)):
+        assert max(a, b) <= 1.26 * min(a, b)
+
+
+def test_a_layout_of_all_cpu_rows_has_no_bound():
+    """Those that come next take part at once."""
+    found = fixed_layouts(COSTS, 24, 96, 1000)
+    assert Layout("sync_offload") in found and all((a.max_rows or 0) < 96 for a in found)

@@ -28,6 +28,7 @@ class Slow:
 
     def __init__(self, each_s=0.5):
         self.questions, self.answer, self.cpu_ns, self.each_ns = [], None, 0, round(each_s * SECOND)
+        self.known = {}
 
     def ask(self, question):
         self.questions.append(question)
@@ -55,11 +56,16 @@ def asked(chooser, what, at):
 def test_there_is_a_layout_at_once_and_a_simulated_one_when_it_has_come():
     slow = Slow()
     chooser = Elsewhere(COSTS, slow)
-    layout, expected = asked(chooser, question(), view())
-    assert layout == at_once(question().load, COSTS, FREE, 1.0) and expected is None
+    layout, expected, load, by = asked(chooser, question(), view())
+    assert (
+        (load, by) == (question().load, "a closed form")
+        and layout == at_once(question().load, COSTS, FREE, 1.0)
+        and expected is None
+    )
     assert len(slow.questions) == 1 and chooser.take(view(1, 0.1)) is None
     slow.answer = better = (Layout("rule", 2, 0.5), "its prediction")
-    assert chooser.take(view(2, 0.7)) == better
+    answer = chooser.take(view(2, 0.7))
+    assert answer[:2] == better and answer.by == "a simulation" and answer.load == question().load.coarse()
 
 
 def test_a_load_that_was_answered_asks_nobody():
@@ -69,8 +75,9 @@ def test_a_load_that_was_answered_asks_nobody():
     slow.answer = better = (Layout("rule", 2, 0.5), "its prediction")
     chooser.take(view(1, 0.7))
     asked(chooser, question(context=5000), view(2, 30.0))
-    assert asked(chooser, question(cpu_rows=17), view(3, 60.0)) == better  # about the same load
-    assert [q.load.context for q in slow.questions] == [500, 5000] and chooser.recalled == 1
+    answer = asked(chooser, question(cpu_rows=17), view(3, 60.0))  # about the same load
+    assert answer[:2] == better and answer.by == "memory"
+    assert [q.load.context for q in slow.questions] == [512, 4096] and chooser.recalled == 1
 
 
 def test_planning_takes_a_twentieth_of_the_time_at_most():
@@ -96,7 +103,7 @@ def test_an_answer_for_a_load_that_is_gone_is_kept_and_not_used():
     now = asked(chooser, question(gpu_rows=1, cpu_rows=2), view(1, 0.2))
     slow.answer = late = (Layout("rule", 8), "for sixteen rows")
     assert now is not None and chooser.take(view(2, 0.7)) is None
-    assert asked(chooser, question(), view(3, 0.8)) == late
+    assert asked(chooser, question(), view(3, 0.8))[:2] == late
 
 
 @pytest.mark.parametrize("context", [64, 500, 4000])
