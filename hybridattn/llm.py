@@ -181,7 +181,7 @@ class LLM:
 
     def _start_engine(self, config: EngineConfig) -> None:
         self.config = config
-        self._sessions = 0
+        self._sessions = self._traced_ns = 0
         self._new_text: Callable[[SamplingParams], Any] | None = None
         if self.model.tokenizer is not None:
             pieces = self.model.tokenizer.piece_table
@@ -324,10 +324,14 @@ class LLM:
             warnings.warn(
                 f"the trace begins late: {dropped} older spans were not kept; record=True keeps all", stacklevel=2
             )
-        return Trace(self.device.name, self.device.kind, self.device.profile, git_commit(), spans, spread_ns, dropped)
+        since_ns, self._traced_ns = self._traced_ns, self.device.now_ns()
+        layouts = [c for c in self.policy.choices if c.at_ns >= since_ns]
+        origin = self.device.name, self.device.kind, self.device.profile, git_commit()
+        return Trace(*origin, spans, spread_ns, dropped, layouts)
 
     def take_records(self) -> RunRecords:
-        """Records of the requests that ended, and of the steps, since the last call (see ``hybridattn.metrics``)."""
+        """Records of the requests that ended, of the steps, and of what a policy that plans chose, since the last call
+        (see ``hybridattn.metrics``)."""
         return self.engine.take_records()
 
     def free_blocks(self) -> dict[str, int]:

@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
             failed = _print_json(llm, prompts, params)
         else:
             failed = _stream(llm, prompts, params)
+        if llm.policy.steps_by_layout and not args.json:
+            print(f"hybridattn: {llm.policy!r}", file=sys.stderr)
         if args.trace is not None:
             write_chrome(llm.trace(), args.trace)
     return 1 if failed else 0
@@ -200,6 +202,7 @@ def _as_dict(output: Output, llm: hybridattn.LLM) -> dict[str, Any]:
         "error": output.error,
         "tier": output.tier,
         "policy": llm.policy.name,
+        "steps_by_layout": llm.policy.steps_by_layout,
         "device": llm.device.name,
         "metrics": output.metrics,
     }

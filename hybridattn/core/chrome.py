@@ -11,7 +11,8 @@ from hybridattn.core.trace import Trace
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Complete events (``ph: X``) in microseconds from the first span, after the metadata that names the lanes."""
+    """Complete events (``ph: X``) in microseconds from the first span, after the metadata that names the lanes, and an
+    instant for each change of the layout."""
     title = f"{trace.device} ({trace.kind}, profile {trace.profile}, commit {trace.commit})"
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for tid, lane in enumerate(LANES, start=1):
@@ -31,6 +32,10 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
                 "args": {"layer": s.layer, "rows": s.rows, "bytes": s.num_bytes},
             }
         )
+    for change in trace.layouts:
+        args = {"load": change.load, "chosen by": change.by, "predicted tokens/s": change.tokens_per_s}
+        at = {"ph": "i", "s": "p", "pid": 1, "tid": 1, "ts": (change.at_ns - origin) / 1e3}
+        events.append({**at, "name": f"layout: {change.layout}", "args": args})
     return events
 
 

@@ -71,6 +71,23 @@ class StepRecord:
         return self.polls_made - self.polls_hit
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutRecord:
+    """A policy that plans has changed how CPU rows are served: since which step, how, for which load, and by whom it
+    was chosen (a closed form, a simulation, or memory). ``tokens_per_s`` is what was predicted, if anything."""
+
+    step: int
+    at_ns: int
+    layout: str
+    load: str
+    by: str
+    tokens_per_s: float | None = None
+
+    def __str__(self) -> str:
+        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.4g} tokens/s predicted"
+        return f"{self.layout} for {self.load}, by {self.by}{rate}"
+
+
 @dataclass(slots=True)
 class RunRecords:
     """Everything metrics need of one run."""
@@ -78,3 +95,4 @@ class RunRecords:
     num_layers: int
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    layouts: list[LayoutRecord] = field(default_factory=list)

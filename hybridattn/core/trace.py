@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hybridattn.core.device import Span
 from hybridattn.core.op import LANES
+from hybridattn.core.records import LayoutRecord
 
 
 @dataclass(slots=True)
@@ -14,7 +15,7 @@ class Trace:
     """Spans plus provenance. ``kind`` says measured, emulated or simulated; titles and rows repeat it.
 
     ``clock_spread_ns`` is how far the times of GPU spans may lie from those of the host (0: one clock); ``dropped`` is
-    how many older spans were not kept.
+    how many older spans were not kept. ``layouts`` are the changes of the layout of a policy that plans.
     """
 
     device: str
@@ -24,6 +25,7 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
     clock_spread_ns: int = 0
     dropped: int = 0
+    layouts: list[LayoutRecord] = field(default_factory=list)
 
     def lane(self, name: str) -> list[Span]:
         """The spans of a lane by start time."""

@@ -105,6 +105,7 @@ class Engine:
         self._on_broken = on_broken
         self._plans = "begin" in policy.hooks
         self._ended_requests: list[RequestRecord] = []
+        self._taken_until = 0  # step before which all records were taken
         self.on_record: Callable[[RequestRecord], None] = self._ended_requests.append
         self._output = OutputProcessor(self.scheduler, eos_ids)
         self._requests: dict[str, Request] = {}
@@ -358,11 +359,15 @@ class Engine:
             self.scheduler.finish.end(request, "error", now_ns)
 
     def take_records(self) -> RunRecords:
-        """Records of the requests that ended, and of the steps, since the last call (none that went to a sink)."""
+        """Records of the requests that ended, of the steps and of changes of the layout, since the last call (none
+        that went to a sink)."""
         with self.at_work:
-            taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), list(self.executor.steps))
+            steps = list(self.executor.steps)
+            layouts = [c for c in self.policy.choices if c.step >= self._taken_until]
+            taken = RunRecords(self.executor.stages.num_layers, list(self._ended_requests), steps, layouts)
             self._ended_requests.clear()
             self.executor.steps.clear()
+            self._taken_until = self.executor.step_number
             return taken
 
     def send_records(

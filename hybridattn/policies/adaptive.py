@@ -12,6 +12,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.records import LayoutRecord
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, RequestView, StepView, TierView
@@ -37,22 +38,6 @@ class Plan(NamedTuple):
     measured: float
     cpu_factor: float  # what it was planned with
     costs: Costs  # corrected by it
-
-
-class Choice(NamedTuple):
-    """From ``step`` on ``layout`` decides: for which load, by whom, and the tokens per second that are predicted."""
-
-    step: int
-    now_ns: int
-    layout: Layout
-    load: Load
-    by: str
-    tokens_per_s: float | None
-
-    def __str__(self) -> str:
-        load, rate = self.load, "" if self.tokens_per_s is None else f", {self.tokens_per_s:.4g} tokens/s predicted"
-        rows = f"{load.gpu_rows} + {load.cpu_rows} rows of {load.context} tokens"
-        return f"step {self.step}: {self.layout} for {rows}, by {self.by}{rate}"
 
 
 class Adaptive(Delegate):
@@ -109,7 +94,7 @@ class Adaptive(Delegate):
         self.layout: Layout | None = None
         self.plans = 0
         self.used: Counter[Layout] = Counter()
-        self.choices: deque[Choice] = deque(maxlen=MOST_CHOICES)
+        self.choices: deque[LayoutRecord] = deque(maxlen=MOST_CHOICES)
         self.policy = policy_of(Layout("gpu_only"), costs)
         self._predict = predict if callable(predict) else None
         self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(costs, predict)
@@ -148,9 +133,15 @@ class Adaptive(Delegate):
             self.used[self.layout] += 1
         self.policy.begin(view)
 
+    @property
+    def steps_by_layout(self) -> dict[str, int]:
+        return {str(layout): steps for layout, steps in self.used.most_common()}
+
     def __repr__(self) -> str:
         """What was chosen, how often, and by whom."""
-        layouts = ", ".join(f"{layout} in {steps}" for layout, steps in self.used.most_common()) or "no layout yet"
+        if not self.used:
+            return f"<{self.name}: no layout, nobody of the CPU tier takes part>"
+        layouts = ", ".join(f"{layout} in {steps}" for layout, steps in self.steps_by_layout.items())
         return f"<{self.name}: {layouts} steps; {self._chooser}>"
 
     def _outdated(self, load: Load, view: StepView) -> bool:
@@ -184,8 +175,8 @@ class Adaptive(Delegate):
         plan, costs = self._plan, self._plan.costs
         self._guard.watch(layout, expected, plan.load, view, self._scale(answer, plan))
         if layout != self.layout:
-            rate = expected.tokens_per_s if expected is not None else None
-            self.choices.append(Choice(view.number, view.now_ns, layout, load, by, rate))
+            rate_per_s = expected.tokens_per_s if expected is not None else None
+            self.choices.append(LayoutRecord(view.number, view.now_ns, str(layout), str(load), by, rate_per_s))
         if layout != self.layout or costs is not self.policy.costs:
             self.layout, self.policy = layout, policy_of(layout, costs)
 

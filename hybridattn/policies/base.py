@@ -24,13 +24,14 @@ own objects, current at the time of asking, which a policy reads and does not ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED
+from hybridattn.core.records import LayoutRecord
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.renamed import MEMBERS, NAMES
@@ -210,6 +211,7 @@ class Policy:
     cold_only_when_full : ``cold_pages`` wants no cold page as long as the GPU tier has room for all
     moves_block : a step waits for the moves that begin with it, and the requests that moved take part in it
     takes_detours : ``detour`` may be wanted in the coming step; else the driver need not keep up with the GPU for it
+    choices : changes of the layout, the latest ones, of the policies that plan
     costs : cost model of the policies that have one
     forecasts : the executor fills the predicted times of the views, by ``costs``
     """
@@ -225,6 +227,7 @@ class Policy:
     swap_in_below: float | None = None
     moves_block = False
     costs: Costs | None = None
+    choices: Collection[LayoutRecord] = ()
 
     def __init_subclass__(cls) -> None:
         """A hook that is defined must be declared, and nothing may have a name of earlier versions."""
@@ -250,6 +253,11 @@ class Policy:
                 f"cpu_fraction {cpu_fraction} asks for the CPU tier, which policy '{self.name}' does not use"
             )
         self.cpu_fraction = cpu_fraction
+
+    @property
+    def steps_by_layout(self) -> dict[str, int]:
+        """In how many steps each layout decided; empty where nothing is planned."""
+        return {}
 
     @property
     def takes_detours(self) -> bool:

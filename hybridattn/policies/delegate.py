@@ -77,7 +77,12 @@ class Wrapper(Delegate):
         self.swap_in_below = policy.swap_in_below
         self.cold_only_when_full = policy.cold_only_when_full
         self.costs = policy.costs
+        self.choices = policy.choices
         self.cpu_fraction = policy.cpu_fraction
+
+    @property
+    def steps_by_layout(self) -> dict[str, int]:
+        return self.policy.steps_by_layout
 
     @property
     def moves_block(self) -> bool:  # type: ignore[override]

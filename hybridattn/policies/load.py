@@ -28,6 +28,10 @@ class Load:
         if self.prompt_per_token < 0:
             raise InputError(f"prompt_per_token must not be negative, got {self.prompt_per_token}")
 
+    def __str__(self) -> str:
+        prompts = f", {self.prompt_per_token:g} prompt tokens for each" if self.prompt_per_token else ""
+        return f"{self.gpu_rows} + {self.cpu_rows} rows of {self.context} tokens{prompts}"
+
     def like(self, other: Load, parts: int = 6) -> bool:
         """A plan for ``other`` still fits: rows and context within one of ``parts``, prompts within a third."""
         if abs(self.prompt_per_token - other.prompt_per_token) > max(0.5, other.prompt_per_token / 3):

@@ -19,6 +19,7 @@ from made_profile import made_profile
 
 from hybridattn import LLM, SamplingParams
 from hybridattn.cli import main
+from hybridattn.core.chrome import chrome_events
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.params import NoEffectWarning
 from hybridattn.cost.here import costs_here, default_path
@@ -183,7 +184,12 @@ def test_answers_are_there_for_the_next_run(profile, tmp_path, monkeypatch):
         del call
     with LLM(TINY, policy="adaptive", profile=profile, **SMALL) as llm:
         llm.generate(JOBS, PARAMS)
-        assert llm.policy.choices and llm.planner.known
+        assert llm.planner.known and llm.policy.choices
+        changes, events = list(llm.policy.choices), chrome_events(llm.trace())
+        assert llm.take_records().layouts == changes and llm.take_records().layouts == []
+        marks = [e for e in events if e["ph"] == "i"]
+        assert [m["name"] for m in marks] == [f"layout: {c.layout}" for c in changes]
+        assert marks[0]["args"]["chosen by"] == changes[0].by and llm.trace().layouts == []
 
 
 def test_the_command_line_takes_a_policy_that_plans_and_its_profile(real_model, prompts, tmp_path, capsys):
@@ -192,6 +198,10 @@ def test_the_command_line_takes_a_policy_that_plans_and_its_profile(real_model, 
     assert main([*argv, prompts["capital"]["text"]]) == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["policy"], row["token_ids"]) == ("auto", prompts["capital"]["token_ids"])
+    assert row["steps_by_layout"] == {}  # all fits
+    tight = ["--gpu-kv-blocks", "1", "--cpu-kv-blocks", "8", "--page-size", "32", "--policy", "adaptive"]
+    assert main([*argv[:-1], *tight, "One", "Two"]) == 0
+    assert "hybridattn: <adaptive: sync_offload in " in capsys.readouterr().err
     assert main(["generate", "--policy", "auto", "--profile", str(tmp_path / "none.json"), "x"]) == 2
     assert "policy 'auto' decides by a cost model, and profile file" in capsys.readouterr().err
 

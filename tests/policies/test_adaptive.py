@@ -257,6 +257,18 @@ def test_max_wait_launches_no_more_rows_than_hide_behind_the_gpus_attention():
     assert dispatched == (hidden_rows(COSTS, 24, 1000)[0],) and 0 < dispatched[0] < 400
 
 
+def test_what_was_chosen_for_what_and_how_often_can_be_read():
+    policy, _ = planner({"rule": Guess(150.0)})
+    assert "no layout" in repr(policy) and policy.steps_by_layout == {}
+    policy.begin(passing())
+    policy.begin(passing(1))
+    policy.begin(passing(SETTLE_STEPS, gpu_rows=8, cpu_rows=8))
+    (layout,) = {str(policy.layout)}
+    assert policy.steps_by_layout == {layout: 3} and f"{layout} in 3 steps" in repr(policy)
+    (change,) = policy.choices  # the second plan has chosen the same
+    assert str(change) == f"{layout} for 24 + 96 rows of 992 tokens, by a simulation, 150 tokens/s predicted"
+
+
 def test_auto_wants_two_per_cent():
     def predict(load, layout, costs, thorough):
         return Guess({"gpu_only": 100.0, "rule": 101.5}.get(layout.kind, 90.0))
@@ -309,8 +321,8 @@ def test_the_first_request_that_finds_the_gpu_tier_full_is_placed_by_a_closed_fo
     policy = Adaptive(COSTS, Silent())
     assert policy.place(RequestView(0, 3, 4, 100, 8, 0), tiers(5, 50)) == "gpu" and policy.layout is None
     assert policy.place(RequestView(1, 3, 4, 100, 7, 24), tiers(0, 50)) == "cpu"
-    assert policy.uses_cpu and policy.choices[0].by == "a closed form" and policy.choices[0].load.cpu_rows == 7
-    assert "step 0: sync_offload for 24 + 7 rows of 100 tokens, by a closed form" in str(policy.choices[0])
+    assert policy.uses_cpu and policy.choices[0].step == 0
+    assert str(policy.choices[0]) == "sync_offload for 24 + 7 rows of 100 tokens, by a closed form"
 
 
 def test_a_full_gpu_tier_moves_requests_down_only_where_the_cpu_takes_part():
