@@ -18,7 +18,7 @@ def test_dry_run_goes_through_every_group(capsys: pytest.CaptureFixture[str]) ->
     assert [row["group"] for row in rows] == [1, 4, 8]
     for row in rows:
         assert row["error"] < 2e-3 and "not a measurement" in row["device"]
-        assert len(row["decode_ns"]) == len(row["copy_ns"]) == 1 and row["share"] > 0
+        assert len(row["decode_ns"]) == len(row["copy_ns"]) == 1 and row["share"] >= 0
 
 
 def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
