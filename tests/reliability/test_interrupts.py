@@ -25,7 +25,8 @@ from hybridattn.devices import live
 
 ROOT = Path(__file__).parents[2]
 SETUP = """
-import os, signal, sys, warnings
+import faulthandler, os, signal, sys, warnings
+faulthandler.dump_traceback_later(50)  # where it hangs, if it does
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import cpu_kernels as ck
 from hybridattn import LLM, SamplingParams, cli
@@ -128,7 +129,7 @@ def interrupt(call, seed, tmp_path):
         _, err = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise
+        pytest.fail(f"{call} ({seed}) did not end: {process.communicate()[1]}")
     # Python itself ends an uncaught KeyboardInterrupt with the signal that it came from, after all has been cleaned up.
     fine = (130,) if call.startswith("cli") else (130, 1, -signal.SIGINT)
     assert process.returncode in fine, (call, seed, process.returncode, err)
