@@ -1,87 +1,55 @@
 """Calls of this package as torch operators, so that ``torch.compile`` passes over them; importing it registers them.
 
-Integers of a batch are tensors here as everywhere; those of `paged_decode_attention` and `prefill_attention` are best
-given on the host, since a plan is made at each call. A step with many layers keeps its plan outside of compiled code.
+Each has the arguments of the function of its name. Integers of a batch are tensors here as everywhere; those of
+`paged_decode_attention` and `prefill_attention` are best given on the host, since a plan is made at each call. A step
+with many layers keeps its plan outside of compiled code.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from gpu_kernels import decode, kv_cache, merge, prefill
 
-
-@torch.library.custom_op("gpu_kernels::paged_decode_attention", mutates_args=())
-def paged_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gpu_kernels.paged_decode_attention`."""
-    return decode.paged_decode_attention(
-        q, k_cache, v_cache, block_table, seq_lens, k_scale=k_scale, v_scale=v_scale, sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
+CACHES = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table"
+SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
+SCORES = (
+    "float? sm_scale=None, SymInt window_left=-1, float logits_soft_cap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None"
+)
+RESULTS = "(Tensor out, Tensor lse)"
 
 
-@torch.library.custom_op("gpu_kernels::prefill_attention", mutates_args=())
-def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gpu_kernels.prefill_attention`."""
-    return prefill.prefill_attention(
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
-        sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )  # fmt: skip
+def operator(
+    function: Callable[..., Any], first: str, named: str, results: str = RESULTS, written: tuple[str, ...] = ()
+) -> Any:
+    """Register a function whose arguments `named` go by keyword, which those of an operator cannot."""
+    count, names = len(first.split(", ")), [part.split("=")[0].split()[-1] for part in named.split(", ")]
+
+    def call(*given: Any) -> Any:  # without what has its default
+        return function(*given[:count], **dict(zip(names, given[count:], strict=False)))
+
+    schema = f"({first}, {named}) -> {results}"
+    return torch.library.custom_op(f"gpu_kernels::{function.__name__}", call, mutates_args=written, schema=schema)
 
 
-@torch.library.custom_op("gpu_kernels::append_kv", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))
-def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    check_ids: bool = True,
-) -> None:
-    """`gpu_kernels.append_kv`."""
-    kv_cache.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, check_ids=check_ids)
-
-
-@torch.library.custom_op("gpu_kernels::merge_state", mutates_args=())
-def merge_state(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    base2: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gpu_kernels.merge_state`."""
-    return merge.merge_state(out_a, lse_a, out_b, lse_b, mask=mask, base2=base2)
+paged_decode_attention = operator(decode.paged_decode_attention, f"{CACHES}, Tensor seq_lens", f"{SCALES}, {SCORES}")
+prefill_attention = operator(
+    prefill.prefill_attention,
+    f"{CACHES}, Tensor query_start_loc, Tensor seq_lens",
+    f"{SCALES}, bool causal=True, {SCORES}",
+)
+append_kv = operator(
+    kv_cache.append_kv,
+    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping",
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool check_ids=True",
+    "()",
+    ("k_cache", "v_cache", "k_scale", "v_scale"),
+)
+merge_state = operator(
+    merge.merge_state, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b", "Tensor? mask=None, bool base2=False"
+)
 
 
 @paged_decode_attention.register_fake
