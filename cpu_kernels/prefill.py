@@ -15,7 +15,7 @@ import numpy as np
 from cpu_kernels.arrays import View, floats, integers
 from cpu_kernels.backends import why_absent
 from cpu_kernels.pages import KVPages
-from cpu_kernels.plan import check_table, lengths, plan_decode, results_like
+from cpu_kernels.plan import DecodePlan, check_table, lengths, plan_decode, results_like
 from cpu_kernels.pool import WorkerPool
 from cpu_kernels.reach import flags, reach_at, relative_query, sides
 
@@ -90,17 +90,35 @@ def prefill_attention(
     ValueError, TypeError
         Naming the argument, the sequence and the numbers.
     """
-    lens, queries = lengths("seq_lens", seq_lens), query_lengths(query_lens, query_start_loc)
-    table = integers("block_table", block_table, np.int32, 2)
-    if len(queries) != len(lens) or len(table) != len(lens):
-        raise ValueError(f"block_table, seq_lens, query_lens name {len(table)}, {len(lens)}, {len(queries)} sequences")
-    view = View("q", q)
-    if len(view.shape) != 3 or view.shape[0] != int(queries.sum()):
-        raise ValueError(f"q has shape {list(view.shape)}, expected [{int(queries.sum())}, num_q_heads, head_dim]")
+    queries, shape = query_lengths(query_lens, query_start_loc), View("q", q).shape
+    if len(shape) != 3 or shape[0] != int(queries.sum()):
+        raise ValueError(f"q has shape {list(shape)}, expected [{int(queries.sum())}, num_q_heads, head_dim]")
     if backend == "ipex":
         raise ValueError("backend 'ipex' has no prefill; expected 'native', 'torch' or 'numba'")
     if reason := why_absent(backend):
         raise ValueError(reason)
+    plan = _plan_tokens(
+        pages, block_table, seq_lens, queries, shape[1], causal, window_left, window_right, key_start, query_pos,
+        with_sinks, block_size, backend="native" if backend == "torch" else backend, **options,
+    )  # fmt: skip
+    out, lse = results_like(q, out, lse)
+    if backend == "torch":
+        importlib.import_module("cpu_kernels.torch_backend").prefill(plan.inputs, q, out, lse, layer, queries)
+    elif pool is None:
+        plan.run(q, out, lse, layer=layer)
+    else:
+        pool.submit(plan, q, out, lse, layer=layer).wait(timeout_s)
+    return out, lse
+
+
+def _plan_tokens(
+    pages: KVPages, block_table: Any, seq_lens: Any, queries: np.ndarray, heads: int, causal: Any, window_left: Any,
+    window_right: Any, key_start: Any, query_pos: Any, with_sinks: Any, block_size: int | None, **options: Any,
+) -> DecodePlan:  # fmt: skip
+    """Plan a row of decode for every query token; the arguments are those of `prefill_attention`."""
+    lens, table = lengths("seq_lens", seq_lens), integers("block_table", block_table, np.int32, 2)
+    if len(queries) != len(lens) or len(table) != len(lens):
+        raise ValueError(f"block_table, seq_lens, query_lens name {len(table)}, {len(lens)}, {len(queries)} sequences")
     count = lens.astype(np.int64)
     first = relative_query(count, key_start, query_pos, queries.astype(np.int64))
     left, right = sides(causal, window_left, window_right, len(lens))
@@ -112,21 +130,13 @@ def prefill_attention(
     )
     for name in _PER_SEQUENCE:
         if options.get(name) is not None:
-            values = floats(name, options[name], view.shape[1], len(lens), absent=name == "sinks")
+            values = floats(name, options[name], heads, len(lens), absent=name == "sinks")
             options[name] = values[row] if values.ndim == 2 else values
-    plan = plan_decode(
-        pages, table, lens[row], view.shape[1], causal=False, window_left=left[row], window_right=right[row],
+    return plan_decode(
+        pages, table, lens[row], heads, causal=False, window_left=left[row], window_right=right[row],
         key_start=np.maximum(-first, 0)[row], query_pos=np.maximum(first, 0)[row] + step, with_sinks=counted[row],
-        backend="native" if backend == "torch" else backend, **options,
+        **options,
     )  # fmt: skip
-    out, lse = results_like(q, out, lse)
-    if backend == "torch":
-        importlib.import_module("cpu_kernels.torch_backend").prefill(plan.inputs, q, out, lse, layer, queries)
-    elif pool is None:
-        plan.run(q, out, lse, layer=layer)
-    else:
-        pool.submit(plan, q, out, lse, layer=layer).wait(timeout_s)
-    return out, lse
 
 
 def query_lengths(query_lens: Any, query_start_loc: Any) -> np.ndarray:
