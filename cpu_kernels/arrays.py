@@ -2,7 +2,7 @@
 
 NumPy arrays and torch tensors are seen alike, without importing torch. Refused are other byte orders than the
 machine's, results that are read-only or lie over themselves (broadcast), and results that share memory with an input,
-other than in exactly its place. `gpu_kernels.checks` gives the same verdicts on tensors.
+other than in exactly its place. `gpu_kernels.overlap` gives the same verdicts on tensors.
 
 bfloat16 convention for NumPy: an array of ``uint16`` holds bf16 bits (`to_bf16` and `from_bf16` convert); an array of
 the ``bfloat16`` type of the package ml_dtypes is accepted as well.

@@ -4,8 +4,8 @@ Decode and prefill attention over a paged KV cache with LSE, KV append with int8
 tile layout, merging of partial results, and the fused row-wise steps of a Llama-like layer.
 """
 
+from gpu_kernels.cache_shape import CacheShape, cache_shape
 from gpu_kernels.capability import Capability, capability_of
-from gpu_kernels.checks import CacheShape, cache_shape
 from gpu_kernels.cpu_layout import BlockShape, block_shape, pack_for_cpu, unpack_from_cpu
 from gpu_kernels.decode import DecodePlan, paged_decode_attention, plan_decode
 from gpu_kernels.fused import rms_norm, rope, silu_mul

@@ -6,23 +6,20 @@ from typing import Any
 
 import torch
 
+from gpu_kernels.cache_shape import CacheShape, cache_shape, check_scales
 from gpu_kernels.capability import Capability, capability_of
 from gpu_kernels.checks import (
-    CacheShape,
-    cache_shape,
     check_heads,
     check_is_tensor,
-    check_result,
     check_rows,
-    check_scales,
     check_tensor,
     number,
     per_head,
     refuse,
-    refuse_overlap,
     soft_cap,
 )
 from gpu_kernels.config import DTYPES
+from gpu_kernels.overlap import check_result, refuse_overlap
 from gpu_kernels.reach import flags
 
 

@@ -14,21 +14,12 @@ from typing import Any
 import torch
 
 from gpu_kernels.bodies import pack as bodies
+from gpu_kernels.cache_shape import CacheShape, cache_shape, check_scales
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import (
-    CacheShape,
-    cache_shape,
-    check_aligned,
-    check_contiguous,
-    check_scales,
-    check_tensor,
-    device_integers,
-    first_where,
-    refuse,
-    refuse_overlap,
-)
+from gpu_kernels.checks import check_aligned, check_contiguous, check_tensor, device_integers, first_where, refuse
 from gpu_kernels.config import SCALED, pack_config
 from gpu_kernels.launch import launch
+from gpu_kernels.overlap import refuse_overlap
 
 # by cache dtype: elements per word, word dtype, V element dtype (unsigned: widening must not copy the sign)
 _WORDS = {

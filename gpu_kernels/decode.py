@@ -14,22 +14,21 @@ import torch
 
 from gpu_kernels.attention import Attention, attention_over, check_queries
 from gpu_kernels.bodies import decode as bodies
+from gpu_kernels.cache_shape import check_table, codes
 from gpu_kernels.checks import (
     ceil_div,
     check_is_tensor,
     check_lengths,
-    check_table,
-    codes,
     host_integers,
     owners,
     per_head,
     refuse,
-    refuse_overlap,
     upload,
     whole,
 )
 from gpu_kernels.config import SPLIT_MULTIPLE, Config, combine_config, decode_config
 from gpu_kernels.launch import launch
+from gpu_kernels.overlap import refuse_overlap
 from gpu_kernels.reach import relative_query, sides, span
 
 DEFAULT_SPLIT_TOKENS = 512

@@ -5,21 +5,12 @@ from typing import Any
 import torch
 
 from gpu_kernels.bodies import cache as bodies
+from gpu_kernels.cache_shape import CacheShape, cache_shape, check_scales, codes
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import (
-    CacheShape,
-    cache_shape,
-    check_result,
-    check_rows,
-    check_scales,
-    codes,
-    device_integers,
-    first_where,
-    refuse,
-    refuse_overlap,
-)
+from gpu_kernels.checks import check_rows, device_integers, first_where, refuse
 from gpu_kernels.config import DTYPES, append_config
 from gpu_kernels.launch import launch
+from gpu_kernels.overlap import check_result, refuse_overlap
 
 
 def append_kv(

@@ -8,18 +8,10 @@ import torch
 
 from gpu_kernels.bodies import merge as bodies
 from gpu_kernels.capability import capability_of
-from gpu_kernels.checks import (
-    check_contiguous,
-    check_head_dim,
-    check_is_tensor,
-    check_result,
-    check_rows,
-    check_tensor,
-    refuse,
-    refuse_overlap,
-)
+from gpu_kernels.checks import check_contiguous, check_head_dim, check_is_tensor, check_rows, check_tensor, refuse
 from gpu_kernels.config import DTYPES, merge_config
 from gpu_kernels.launch import launch
+from gpu_kernels.overlap import check_result, refuse_overlap
 
 
 def merge_state(

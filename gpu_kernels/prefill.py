@@ -7,17 +7,8 @@ import torch
 
 from gpu_kernels.attention import Attention, attention_over, check_queries
 from gpu_kernels.bodies import prefill as bodies
-from gpu_kernels.checks import (
-    ceil_div,
-    check_lengths,
-    check_table,
-    codes,
-    first_where,
-    host_integers,
-    owners,
-    refuse,
-    upload,
-)
+from gpu_kernels.cache_shape import check_table, codes
+from gpu_kernels.checks import ceil_div, check_lengths, first_where, host_integers, owners, refuse, upload
 from gpu_kernels.config import Config, prefill_config
 from gpu_kernels.launch import launch
 from gpu_kernels.reach import relative_query, sides, span
