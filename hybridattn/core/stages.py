@@ -274,6 +274,16 @@ class Stages(Protocol):
 
 
 @runtime_checkable
+class RunStages(Stages, Protocol):
+    """Stages that can do several layers of the GPU rows in one op."""
+
+    def layers(self, first: int, stop: int, batch: Batch) -> Op | None:
+        """gpu.compute: attention and linear stage of layers ``first`` to ``stop - 1``, the model's last not among them,
+        for the GPU rows alone; None where this step's go one by one."""
+        ...
+
+
+@runtime_checkable
 class RepeatedStages(Stages, Protocol):
     """Stages that know the ops of a decode step whose rows are all ``step`` tokens further on."""
 

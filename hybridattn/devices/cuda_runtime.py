@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,8 +82,8 @@ class CudaRuntime(Protocol):
         """Wait for everything on the card, default stream included: only while a model is being opened."""
         ...
 
-    def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``run`` enqueues as a graph; the result replays it. RuntimeError where it cannot be."""
+    def capture(self, stream: Stream, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Record what each of ``runs`` enqueues as a graph; the results replay them. RuntimeError where that fails."""
         ...
 
 
@@ -165,24 +165,29 @@ class TorchCuda:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def capture(self, stream: Stream, run: Callable[[], None]) -> Callable[[], None]:
-        if not self._graphs:  # the first one, or the pool has gone with the last of them
+    def capture(self, stream: Stream, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        if not self._graphs:  # the first ones, or the pool has gone with the last of them
             self._graph_pool = torch.cuda.graph_pool_handle()  # graphs replay one after the other: they share scratch
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            run()  # compiles kernels and makes library handles, none of which may happen inside a capture
+            for run in runs:
+                run()  # compiles kernels and makes library handles, none of which may happen inside a capture
             stream.synchronize()
             with _no_collection():
-                graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                except BaseException:
-                    with suppress(RuntimeError):  # it says no more than that the capture came to nothing
-                        graph.capture_end()
-                    raise
+                graphs = [self._captured(run) for run in runs]
+        self._graphs.update(graphs)
+        return [graph.replay for graph in graphs]
+
+    def _captured(self, run: Callable[[], None]) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with suppress(RuntimeError):  # it says no more than that the capture came to nothing
                 graph.capture_end()
-        self._graphs.add(graph)
-        return graph.replay
+            raise
+        graph.capture_end()
+        return graph
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class LiveDevice(ABC):
 
     Attributes
     ----------
+    records : whether spans are kept
     dropped : spans before those of the last ``drain`` that were not kept
     """
 
@@ -90,7 +91,7 @@ class LiveDevice(ABC):
     def __init__(self, memory: dict[str, int], record: bool | int, close_timeout_s: float) -> None:
         self._close_timeout_s = close_timeout_s
         self._budget = Budget(memory)
-        self._record = bool(record)
+        self.records = bool(record)
         self._most = _ALL if record is True else int(record)
         self._process = os.getpid()
         self._closed = self._ended = False
@@ -108,7 +109,7 @@ class LiveDevice(ABC):
         if len(self._futures) > self._most + _KEPT:
             older, latest = self._futures[: -self._most or None], self._futures[-self._most :] if self._most else []
             left = [t for t in older if not t.done() or t.error is not None]
-            if self._record:
+            if self.records:
                 self._passed_over += len(older) - len(left)
             self._futures = left + latest
 
@@ -136,7 +137,7 @@ class LiveDevice(ABC):
             await_end(future, timeout_ns, deadline)
         for future in futures:
             raise_error_of(future)
-        return self._spans(futures) if self._record else []
+        return self._spans(futures) if self.records else []
 
     def close(self, timeout_s: float | None = None) -> None:
         """Bounded, by ``timeout_s`` if that is less than what the device was opened with; idempotent.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from hybridattn.core.device import Device, Future
 from hybridattn.core.records import StepRecord
 from hybridattn.core.request import Request
-from hybridattn.core.stages import Batch, CpuRow, MicroBatch, Sampled, Stages
+from hybridattn.core.stages import Batch, CpuRow, MicroBatch, RunStages, Sampled, Stages
 from hybridattn.executor.decisions import Decisions
 from hybridattn.executor.moves import Moves
 from hybridattn.executor.shared import Shared
@@ -52,6 +52,7 @@ class Executor:
     ) -> None:
         shared = Shared(stages, device, policy, max_rows, op_timeout_ns, on_release, any_leaving)
         self.stages = stages
+        self._runs = stages if isinstance(stages, RunStages) else None
         self.device = device
         self.policy = policy
         self.steps: list[StepRecord] = []
@@ -107,9 +108,32 @@ class Executor:
         self._decisions.begin()
 
     def _layers(self, batch: Batch, made: Future) -> None:
-        """The GPU rows go through all layers; ``made`` is the stage that made the first layer's q, k, v."""
-        for layer in range(self.stages.num_layers):
+        """The GPU rows go through all layers; ``made`` is the stage that made the first layer's q, k, v.
+
+        Layers at which nothing is to be decided may pass together, but for the last."""
+        waiting, last = self._in_flight.waiting, self.stages.num_layers - 1
+        copies = batch.split or batch.offloaded or batch.loaded  # at every layer
+        layer = 0
+        while layer <= last:
+            if layer < last and layer not in waiting and not copies:
+                passed, future = self._stretch(layer, batch, last, made)
+                if future is not None:
+                    layer, made = layer + passed, future
             made = self._layer(layer, batch, made)
+            layer += 1
+
+    def _stretch(self, layer: int, batch: Batch, last: int, made: Future) -> tuple[int, Future | None]:
+        """Pass the layers up to the next at which something may be decided, ``last`` at most: how many, and the future
+        of their last stage; None where they go one by one."""
+        if self._runs is None or (self._decisions.takes_detours and self.micro_batches):
+            return 0, None
+        stop = self._in_flight.next_layer(layer, last)
+        op = self._runs.layers(layer, stop, batch)
+        if op is None:
+            return 0, None
+        future = self.device.submit(op, (made,))
+        self._run_on(future)
+        return stop - layer, future
 
     def _layer(self, layer: int, batch: Batch, made: Future) -> Future:
         """One layer: micro-batches that wait there join, are skipped or are waited for; others may take detours."""
@@ -119,10 +143,14 @@ class Executor:
         if layer == 1 and self.forecast.predicts and not batch.prefill_tokens:
             self._sample = made, self._stats.gpu_tokens + sum([c.size for c in joined])
         self._decisions.detours(layer, attended, joined)
+        self._run_on(made)
+        return made
+
+    def _run_on(self, made: Future) -> None:
+        """``made`` was submitted: the driver may be ahead of the GPU by so much and no more."""
         self._ahead.append(made)
         while len(self._ahead) > self._run_ahead:
             self._ahead.popleft().wait(self._timeout_ns)
-        return made
 
     def _end(self, batch: Batch | None) -> list[Sampled]:
         """Wait for the step to end; hand out the tokens of its rows, in the order in which they were sampled."""

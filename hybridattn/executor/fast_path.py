@@ -29,22 +29,7 @@ class FastExecutor(Executor):
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def _layers(self, batch: Batch, made: Future) -> None:
-        if batch.split or batch.offloaded or batch.loaded:  # copies at every layer
-            super()._layers(batch, made)
-            return
-        waiting, last = self._in_flight.waiting, self.stages.num_layers - 1
-        layer = 0
-        while layer <= last:
-            if layer < last and layer not in waiting:
-                passed, future = self._stretch(layer, batch, last)
-                if future is not None:
-                    layer, made = layer + passed, future
-            made = self._layer(layer, batch, made)
-            layer += 1
-
-    def _stretch(self, layer: int, batch: Batch, last: int) -> tuple[int, Future | None]:
-        """Pass the layers up to the next at which something may be decided, the last one at most."""
+    def _stretch(self, layer: int, batch: Batch, last: int, made: Future) -> tuple[int, Future | None]:
         until_ns = None
         if self._decisions.takes_detours and self._in_flight.micro_batches:
             if self.device.poll_ns:

@@ -1,4 +1,5 @@
-"""The GPU rows of one step on a CUDA card: Triton plans over the tier's pages and over the staging area.
+"""The GPU rows of one step on a CUDA card: decode rows alone on fixed memory, or beside prompts, with Triton plans over
+the tier's pages and over the staging area.
 
 staging pages   | earlier tokens of the one chunked CPU-tier prompt, then its chunk | prompts that begin here ... |
                   0 ..                                                                ``Staging.long_pages`` ..
@@ -23,7 +24,8 @@ from hybridattn.kv.cpu_blocks import Run, runs_of
 from hybridattn.kv.cuda_pages import CudaPages
 from hybridattn.kv.tables import block_table
 from hybridattn.models.config import DecoderConfig
-from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
+from hybridattn.models.gpu_rows import GpuRows, PrefillRows
+from hybridattn.models.layer_stages import LayerStages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,25 +62,56 @@ class Group:
     cold_part: dict[int | None, gpu_kernels.PrefillPlan]
 
 
-class CudaRows(GpuRows):
-    """GPU rows that attend with the Triton kernels."""
+class CardRows(GpuRows):
+    """What both kinds of rows have in common."""
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        hot = self.hot_part()
+        gpu_kernels.merge_state(*hot, out, lse, *hot)
+
+
+class ResidentStep(CardRows):
+    """Decode rows alone: what they are and all that becomes of them lies on the fixed memory of ``stages``."""
+
+    def __init__(self, batch: Batch, stages: LayerStages, to_device: Callable[[np.ndarray], torch.Tensor]) -> None:
+        segments = batch.segments
+        self.write, self._stages = stages.plan(segments), stages  # type: ignore[method-assign]
+        self.num_decodes, self.num_split = len(segments), len(batch.split)
+        self.decodes, self.prefills, self.chunk_of, self.last_handed_down = list(segments), [], {}, None
+        bucket = stages.bucket(self.num_decodes)
+        assert bucket is not None
+        self.bucket, self.items = bucket, stages.items(bucket)
+        self.tokens, self.positions, self.x, self.q, self.k, self.v, self.out = stages.views(self.num_decodes)
+        wanted = [i for i, s in enumerate(segments) if s.samples]
+        self.sampled = None if len(wanted) == self.num_decodes else to_device(np.array(wanted, np.int64))
+        self.lse, self.kv = stages.lse[: self.num_decodes], {}
+
+    def store(self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        for mine, made in ((self.x, x), (self.q, q), (self.k, k), (self.v, v)):
+            mine.copy_(made)
+
+    def attend(self, layer: int) -> None:
+        self._stages.attend(layer, self.bucket, self.items)
+
+
+class CudaRows(CardRows):
+    """Decode rows and prompts together, in memory of their own."""
 
     def __init__(
         self,
         batch: Batch,
         pages: CudaPages,
         staging: Staging,
+        stages: LayerStages,
         config: DecoderConfig,
         dtype: torch.dtype,
         sm_scale: float,
         to_device: Callable[[np.ndarray], torch.Tensor],
     ) -> None:
         super().__init__(batch, pages.page_size, to_device)
-        self._pages, self._staging, self._config = pages, staging, config
+        self._pages, self._staging, self._config, self._stages = pages, staging, config, stages
         self._dtype, self._sm_scale, self._to_device = dtype, sm_scale, to_device
         self._plans = self._plan_decodes()
-        largest = max(self._plans.values(), key=lambda p: p.workspace_size, default=None)
-        self._workspace = None if largest is None else largest.make_workspace()
         tables = self._staging_tables()
         self._groups = self._plan_prefills(tables)
         self._slots, self._staging_slots = self._slot_mappings(tables)
@@ -93,19 +126,10 @@ class CudaRows(GpuRows):
     def _plan_decodes(self) -> dict:
         if not self.decodes:
             return {}
-        table, lens, _, first = decode_tables(self.decodes, self._pages.page_size)
-        heads = self._config.shape.num_q_heads
-        return {
-            window: gpu_kernels.plan_decode(
-                *self._pages.cache(),
-                torch.from_numpy(table),
-                torch.from_numpy(lens),
-                heads,
-                key_start=torch.from_numpy(first),
-                **self._options(window),
-            )  # fmt: skip
-            for window in set(self._config.layer_windows)
-        }
+        self.write = self._stages.plan(self.decodes)  # type: ignore[method-assign]
+        n, stages = self.num_decodes, self._stages
+        windows = set(self._config.layer_windows)
+        return {window: stages.plan_of(window, n, stages.resident.num_parts(window, n)) for window in windows}
 
     def _staging_tables(self) -> dict[int, np.ndarray]:
         """Staging pages of each CPU-tier chunk, by chunk id: with earlier tokens the front, else behind one another."""
@@ -156,7 +180,7 @@ class CudaRows(GpuRows):
         size, page = len(self.positions), self._pages.page_size
         in_tier, in_staging = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
         if self.decodes:
-            in_tier[: self.num_decodes] = decode_tables(self.decodes, page)[2]
+            in_tier[: self.num_decodes] = self._stages.resident.host_slots[: self.num_decodes]
         for chunk in self.prefills:
             if chunk.tier == GPU_TIER:
                 in_tier[chunk.rows] = chunk.slot_mapping
@@ -181,8 +205,9 @@ class CudaRows(GpuRows):
             self._append(self._staging.pages, 0, self._staging_slots)
         n = self.num_decodes
         if n:
-            _, self.lse = self._plans[window].run(
-                self.q[:n], *self._pages.cache(layer), self.out[:n], workspace=self._workspace,
+            self.lse = self._stages.lse[:n]
+            self._plans[window].run(
+                self.q[:n], *self._pages.cache(layer), self.out[:n], self.lse[:n], workspace=self._stages.workspace,
                 **self._pages.scales(layer),
             )  # fmt: skip
         for group in self._groups:
@@ -192,10 +217,6 @@ class CudaRows(GpuRows):
             if group.cold_part:
                 cold = group.cold_part[window].run(q, *staging.cache(), **staging.scales())
                 gpu_kernels.merge_state(*part, *cold, *part)
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        hot = self.hot_part()
-        gpu_kernels.merge_state(*hot, out, lse, *hot)
 
     def _append(self, pages: CudaPages, layer: int, slots: torch.Tensor) -> None:
         gpu_kernels.append_kv(self.k, self.v, *pages.cache(layer), slots, check_ids=False, **pages.scales(layer))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,11 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.cpu_blocks import Blocks, runs_of
 from hybridattn.kv.cuda_pages import SCALED, TORCH_DTYPES, CudaPages, page_bytes
 from hybridattn.models.card_sampling import choose, tokens_of, working_bytes
-from hybridattn.models.cuda_rows import CudaRows, Staging
+from hybridattn.models.cuda_rows import CudaRows, ResidentStep, Staging
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.fused_decoder import FusedDecoder
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
-from hybridattn.models.gpu_tier import Tensors
-from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
+from hybridattn.models.layer_stages import LayerStages, buckets_for
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.sampling import SampleRow
 from hybridattn.models.warm_up import warm_up
@@ -65,12 +65,14 @@ class CudaTier:
             self._pages = self._new_pages(shape.num_layers, max(1, config.gpu_kv_blocks), "a KV pool")
             self.cpu_pages = self._open_cpu_pages(max(1, config.cpu_kv_blocks))
             pin = self._pin if self._pins else None
-            self.exchange = Exchange(device, shape, config.max_num_seqs, self._dtype, self._on, pin)
+            capacity = config.max_num_seqs
+            front = max(capacity, *buckets_for(capacity))
+            self.exchange = Exchange(device, shape, capacity, self._dtype, self._on, pin, front)
             self._open_moves(config)
-            self._graphs = self._open_graphs(config.max_num_seqs)
         rows = config.max_num_batched_tokens
         device.reserve(GPU_TIER, self._activation_bytes(rows, config.max_num_seqs), f"activations of {rows} rows")
         with device.on(GPU):
+            self.stages = self._open_stages(config)
             warm_up(self, config)
         device.runtime.synchronize()  # what was made here is used by the copy streams too
 
@@ -107,14 +109,20 @@ class CudaTier:
         self._up = Blocks(self.cpu_pages, self._staging.pages, long_pages, self._on)
         self._down = Blocks(self.cpu_pages, scratch, chunk_pages, self._on)
 
-    def _open_graphs(self, max_rows: int) -> LinearGraphs:
+    def _open_stages(self, config: EngineConfig) -> LayerStages:
         device = self._device
         stream, capture = device.stream(GPU), None
         if device.graphs:
-            capture = lambda run: device.runtime.capture(stream, run)  # noqa: E731
-        graphs = LinearGraphs(self.decoder, buckets_for(max_rows), capture)
-        device.reserve(GPU_TIER, graphs.nbytes, "buffers of the CUDA graphs")
-        return graphs
+            capture = lambda runs: device.runtime.capture(stream, runs)  # noqa: E731
+        stages = LayerStages(
+            self.decoder, self._pages, self.exchange, config.max_num_seqs, config.max_model_len, self._sm_scale,
+            capture, self.to_device, self._pinned,
+        )  # fmt: skip
+        device.reserve(GPU_TIER, stages.nbytes, "fixed memory of decode rows")
+        return stages
+
+    def _pinned(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, pin_memory=self._on != "cpu")
 
     def _activation_bytes(self, rows: int, sampled: int) -> int:
         """What one linear stage and the head hold at a time: not kept by us, but needed by every step."""
@@ -126,8 +134,8 @@ class CudaTier:
 
     @property
     def why_eager(self) -> str | None:
-        """Why the linear stages run without CUDA graphs; None where they do not."""
-        return self._graphs.why_eager
+        """Why decode rows run without CUDA graphs; None where they do not."""
+        return self.stages.why_eager
 
     # -- the tier ----------------------------------------------------------------------------------------------------
 
@@ -140,14 +148,27 @@ class CudaTier:
 
     def rows(self, batch: Batch) -> GpuRows:
         with self._device.on(GPU):
+            if not batch.prefills and self.stages.bucket(batch.num_decodes) is not None:
+                return ResidentStep(batch, self.stages, self.to_device)
             return CudaRows(
-                batch, self._pages, self._staging, self._config, self._dtype, self._sm_scale, self.to_device
-            )
+                batch, self._pages, self._staging, self.stages, self._config, self._dtype, self._sm_scale,
+                self.to_device,
+            )  # fmt: skip
 
-    def post_pre(
-        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._graphs.post_pre(layer, outs, xs, positions)
+    def linear(self, layer: int, rows: GpuRows | None, slots: Sequence[slice]) -> Callable[[], None] | None:
+        if rows is None:
+            return self.stages.joined(layer, 0, slots)
+        if not isinstance(rows, ResidentStep):
+            return None
+        if slots:
+            return self.stages.joined(layer, rows.num_decodes, slots)
+        stage = self.stages.finish if layer >= 0 else lambda _, bucket: self.stages.first(bucket)
+        return lambda: stage(layer, rows.bucket)
+
+    def layers(self, first: int, stop: int, rows: GpuRows) -> Callable[[], None] | None:
+        if self._device.records or not isinstance(rows, ResidentStep):
+            return None  # a trace shows each layer
+        return partial(self.stages.layers, first, stop, rows.bucket, rows.items)
 
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Deferred:
         """Chosen on the card: an id and two numbers of each row go down, no logit does."""

@@ -1,10 +1,11 @@
 """Slabs that CPU rows live in between layers: residuals on the GPU side, q, k, v and outputs on both sides.
 
-A micro-batch owns one contiguous range of slots from its launch to its end, so each of its copies is one contiguous
+A micro-batch owns one contiguous range of slots from its dispatch to its end, so each of its copies is one contiguous
 run. The host side has two halves that layers take in turn: while the copy of one layer lies ready in one, the other
-still belongs to whoever reads the layer before.
+still belongs to whoever reads the layer before. On the GPU side rows of a step may lie before the slots, in the same
+memory, and one row behind them belongs to nobody.
 
-    GPU side   residual | q k v | out              q k v --d2h--> q k v of half l % 2
+    GPU side   ids | residual | q k v | out        q k v --d2h--> q k v of half l % 2
     host side  2 x (q k v | out)                     out <--h2d-- out   of half l % 2
 
 Split rows have slabs of their own (``ColdParts``), which a layer has done with before the next one begins.
@@ -26,11 +27,20 @@ HALVES = 2
 class Rows:
     """q, k, v ``[capacity, heads, head_dim]``, side by side in each row, and attention output of ``capacity`` rows."""
 
-    def __init__(self, shape: ModelShape, capacity: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        heads, kv_heads = out.shape[1], (qkv.shape[1] - out.shape[1]) // 2
+        self.qkv, self.out = qkv, out
+        self.q, self.k, self.v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+
+    @classmethod
+    def zeros(cls, shape: ModelShape, capacity: int, dtype: torch.dtype, device: str = "cpu") -> Rows:
         heads, kv_heads = shape.num_q_heads, shape.num_kv_heads
-        self.qkv = torch.zeros(capacity, heads + 2 * kv_heads, shape.head_dim, dtype=dtype, device=device)
-        self.q, self.k, self.v = self.qkv.split((heads, kv_heads, kv_heads), dim=1)
-        self.out = torch.zeros(capacity, heads, shape.head_dim, dtype=dtype, device=device)
+        sizes = (capacity, heads + 2 * kv_heads, shape.head_dim), (capacity, heads, shape.head_dim)
+        return cls(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes))
+
+    def part(self, where: slice) -> Rows:
+        """The same memory, of some rows."""
+        return Rows(self.qkv[where], self.out[where])
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +78,13 @@ class Exchange:
         Where the GPU side lives.
     pin : callable, optional
         Called with each host-side tensor, to page-lock it.
+    front : int
+        Rows of the GPU side before the slots.
+
+    Attributes
+    ----------
+    tokens, positions, residual, gpu : of the slots, on the GPU side
+    all_ids, all_residual, all_rows : the whole memory of these, ``front + capacity + 1`` rows
     """
 
     def __init__(
@@ -78,12 +95,19 @@ class Exchange:
         dtype: torch.dtype,
         torch_device: str = "cpu",
         pin: Callable[[torch.Tensor], None] | None = None,
+        front: int = 0,
     ) -> None:
-        self.residual = torch.zeros(capacity, shape.hidden_size, dtype=dtype, device=torch_device)
-        self.gpu = Rows(shape, capacity, dtype, torch_device)
-        self._host = tuple(Rows(shape, capacity, dtype) for _ in range(HALVES))
+        self.front = front
+        total, slots = front + capacity + 1, slice(front, front + capacity)
+        self.all_ids = torch.zeros(2, total, dtype=torch.int64, device=torch_device)
+        self.all_residual = torch.zeros(total, shape.hidden_size, dtype=dtype, device=torch_device)
+        self.all_rows = Rows.zeros(shape, total, dtype, torch_device)
+        self.tokens, self.positions = self.all_ids[:, slots]
+        self.residual, self.gpu = self.all_residual[slots], self.all_rows.part(slots)
+        self._host = tuple(Rows.zeros(shape, capacity, dtype) for _ in range(HALVES))
         self.cold = cold = ColdParts(shape, capacity, dtype, torch_device)
-        on_gpu = self.residual.nbytes + self.gpu.num_bytes + cold.up.nbytes + cold.lse_up.nbytes
+        on_gpu = self.all_ids.nbytes + self.all_residual.nbytes + self.all_rows.num_bytes
+        on_gpu += cold.up.nbytes + cold.lse_up.nbytes
         device.reserve(GPU_TIER, on_gpu, f"residual and exchange slabs of {capacity} rows")
         on_host = [t for h in self._host for t in (h.qkv, h.out)] + [cold.q, cold.out, cold.lse]
         device.reserve(CPU_TIER, sum(t.nbytes for t in on_host), f"exchange slabs of {capacity} rows")

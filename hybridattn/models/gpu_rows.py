@@ -38,8 +38,9 @@ class GpuRows:
     """Decode rows first, the ``num_split`` split ones in front, then prompt chunks; ``x``, ``q``, ``k``, ``v``, ``out``
     are replaced by each op in turn, and ``lse`` where there are split rows, whose hot part ``out`` is until the merge.
 
-    ``kv[layer]`` keeps the K,V of a layer until the chunk of a CPU-tier prefill has been handed down. How the rows
-    attend is the GPU tier's business: it derives a class of its own.
+    ``sampled`` are the rows whose token is wanted, None for all. ``kv[layer]`` keeps the K,V of a layer until the chunk
+    of a CPU-tier prefill has been handed down. How the rows attend is the GPU tier's business: it derives a class of
+    its own.
     """
 
     def __init__(self, batch: Batch, page_size: int, to_device: Callable[[np.ndarray], torch.Tensor]) -> None:
@@ -48,7 +49,7 @@ class GpuRows:
         self.tokens = to_device(np.asarray(tokens, np.int64))
         self.positions = to_device(np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in segments]))
         ends = np.cumsum([s.num_tokens for s in segments])
-        self.sampled = to_device(
+        self.sampled: torch.Tensor | None = to_device(
             np.asarray([e - 1 for e, s in zip(ends, segments, strict=True) if s.samples], np.int64)
         )
         self.decodes = [s for s in segments if not s.prefill]
@@ -68,6 +69,13 @@ class GpuRows:
         self.last_handed_down = next((c for c in reversed(self.prefills) if c.tier == CPU_TIER), None)
         self.x = self.q = self.k = self.v = self.out = self.lse = torch.empty(0)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(self) -> None:
+        """Bring what the GPU keeps of the rows up to date: the first that an op of the step does."""
+
+    def store(self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """What a linear stage made of the rows."""
+        self.x, self.q, self.k, self.v = x, q, k, v.contiguous()
 
     def take_kv(self, layer: int, chunk: PrefillRows) -> tuple[torch.Tensor, torch.Tensor]:
         """K,V of a chunk to hand down; the last chunk of the step lets go of the layer's."""

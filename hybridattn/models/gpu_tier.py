@@ -19,8 +19,6 @@ from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows
 from hybridattn.models.sampling import SampleRow
 
-Tensors = Sequence[torch.Tensor]
-
 
 class GpuTier(Protocol):
     """Methods that take tensors run inside ops; ``rows`` and ``to_device`` in the driver, before them."""
@@ -37,20 +35,14 @@ class GpuTier(Protocol):
         """Plan the GPU rows of a step."""
         ...
 
-    def post_pre(
-        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """post(layer) and pre(layer + 1) of the rows of all parts together.
+    def linear(self, layer: int, rows: GpuRows | None, slots: Sequence[slice]) -> Callable[[], None] | None:
+        """An op's closure: post(layer) and pre(layer + 1) of the rows and the slots together, on the memory that they
+        lie in, or of layer -1 embedding and pre(0); None: it takes ``decoder`` and their parts."""
+        ...
 
-        Parameters
-        ----------
-        outs, xs, positions : one tensor per part
-            Attention outputs ``[n, num_q_heads, head_dim]``, residual rows ``[n, hidden_size]``, int64 ``[n]``.
-
-        Returns
-        -------
-        residual rows, q, k, v of layer + 1
-        """
+    def layers(self, first: int, stop: int, rows: GpuRows) -> Callable[[], None] | None:
+        """An op's closure: attention and ``linear`` of layers ``first`` to ``stop - 1`` of the rows; None: they go one
+        by one."""
         ...
 
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Any:

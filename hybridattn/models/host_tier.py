@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from hybridattn.models.config import DecoderConfig
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.exchange import Exchange
 from hybridattn.models.gpu_rows import GpuRows, PrefillRows, decode_tables
-from hybridattn.models.gpu_tier import Tensors
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.prefill import causal_attention
 from hybridattn.models.sampling import SampleRow, sample_each
@@ -54,11 +53,11 @@ class HostTier:
     def rows(self, batch: Batch) -> GpuRows:
         return HostRows(batch, self._pages, self._config, self._page_size, self._sm_scale, self._staging)
 
-    def post_pre(
-        self, layer: int, outs: Tensors, xs: Tensors, positions: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = self.decoder.post_attention(layer, torch.cat(list(outs)), torch.cat(list(xs)))
-        return x, *self.decoder.pre_attention(layer + 1, x, torch.cat(list(positions)))
+    def linear(self, layer: int, rows: GpuRows | None, slots: Sequence[slice]) -> None:
+        return None
+
+    def layers(self, first: int, stop: int, rows: GpuRows) -> None:
+        return None
 
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int | RowFault]:
         return sample_each(logits, rows)

@@ -8,6 +8,7 @@ the output up, and the next ``linear`` reads it together with the row's residual
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ class TorchStages:
         self._cold: dict = {}  # window -> DecodePlan over the cold pages of the split rows
         self._attention_work = self.cost.decode_attention(0, 0)
         self._sample_rows: list[SampleRow] = []
+        self._requests: tuple[str, ...] = ()
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -86,6 +88,7 @@ class TorchStages:
         self._rows = self.gpu_tier.rows(batch)
         self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
+        self._requests = tuple([s.request.request_id for s in batch.segments])
         self._cold = self._plan_cold(batch.split) if batch.split else {}
 
     def _plan_cold(self, split: Sequence[Segment]) -> dict:
@@ -131,83 +134,90 @@ class TorchStages:
     # -- gpu.compute -------------------------------------------------------------------------------------------------
 
     def attention(self, layer: int, batch: Batch) -> Op:
-        rows = self._gpu_rows()
-        requests = tuple(s.request.request_id for s in batch.segments)
-        return Op("attention", GPU, self._attention_work, lambda: rows.attend(layer), layer=layer, requests=requests)
+        run = partial(self._gpu_rows().attend, layer)
+        return Op("attention", GPU, self._attention_work, run, layer=layer, requests=self._requests)
+
+    def layers(self, first: int, stop: int, batch: Batch) -> Op | None:
+        run = self.gpu_tier.layers(first, stop, self._gpu_rows())
+        if run is None:
+            return None
+        a, b, count = self._attention_work, self.cost.linear(batch.num_tokens), stop - first
+        work = Work("other", count * (a.flops + b.flops), count * (a.num_bytes + b.num_bytes), b.rows, a.kv_tokens)
+        return Op("layers", GPU, work, run, layer=first, requests=self._requests)
 
     def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         rows = self._gpu_rows() if batch is not None else None
         parts = [(_slab_rows(c), self._plans[c.number]) for c in micro_batches]
-        requests = tuple(s.request.request_id for s in batch.segments) if batch is not None else ()
-        requests += tuple(r for c in micro_batches for r in c.requests)
-        count = (batch.num_tokens if batch is not None else 0) + sum(len(c.rows) for c in micro_batches)
+        requests = self._requests if batch is not None else ()
+        for c in micro_batches:
+            requests += c.requests
+        count = (batch.num_tokens if batch is not None else 0) + sum([c.size for c in micro_batches])
         if layer < self.num_layers - 1:
-            keep = batch is not None and bool(batch.offloaded)
-            work = self.cost.linear(count) if layer >= 0 else self.cost.first(count)
-            return Op(
-                "linear", GPU, work, lambda: self._linear(layer, rows, parts, keep),
-                layer=layer, requests=requests,
-            )  # fmt: skip
+            run = self.gpu_tier.linear(layer, rows, [where for where, _ in parts])
+            if run is None:
+                keep = batch is not None and bool(batch.offloaded)
+                run = lambda: self._linear(layer, rows, [where for where, _ in parts], keep)  # noqa: E731
+            if layer >= 0:
+                return Op("linear", GPU, self.cost.linear(count), run, layer=layer, requests=requests)
+            first = lambda: self._enter(rows, parts, run)  # noqa: E731
+            return Op("linear", GPU, self.cost.first(count), first, layer=layer, requests=requests)
         sample_rows = self._sample_rows if batch is not None else []
         sample_rows = sample_rows + [r for _, plan in parts for r in plan.sample_rows]
         return Op(
             "linear+sample",
             GPU,
             self.cost.last(count, len(sample_rows)),
-            lambda: self._last(layer, rows, sample_rows, parts),
+            lambda: self._last(layer, rows, sample_rows, [where for where, _ in parts]),
             layer=layer,
             requests=requests,
         )
 
-    def _linear(self, layer: int, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]], keep: bool) -> None:
+    def _enter(
+        self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]], embed: Callable[[], None]
+    ) -> None:
+        """The first op of a step: what it needs to know of its rows is written, then they are embedded."""
+        if rows is not None:
+            rows.write()
+        for where, plan in parts:
+            self.exchange.tokens[where] = plan.tokens
+            self.exchange.positions[where] = plan.positions
+        embed()
+
+    def _linear(self, layer: int, rows: GpuRows | None, slots: list[slice], keep: bool) -> None:
         """post(layer) and pre(layer + 1) of all rows present in one go; then each row's results are stored."""
-        positions = self._gather(rows, parts, lambda r: r.positions, lambda _, p: p.positions)
+        exchange = self.exchange
+        positions = torch.cat(_gather(rows, slots, lambda r: r.positions, exchange.positions))
         if layer < 0:
-            x = self.decoder.embed(torch.cat(self._gather(rows, parts, lambda r: r.tokens, lambda _, p: p.tokens)))
-            q, k, v = self.decoder.pre_attention(0, x, torch.cat(positions))
+            x = self.decoder.embed(torch.cat(_gather(rows, slots, lambda r: r.tokens, exchange.tokens)))
         else:
-            x, q, k, v = self.gpu_tier.post_pre(layer, *self._before_post(rows, parts), positions)
+            x = self.decoder.post_attention(layer, *self._before_post(rows, slots))
+        q, k, v = self.decoder.pre_attention(layer + 1, x, positions)
         n = 0
         if rows is not None:
             n = len(rows.tokens)
-            rows.x, rows.q, rows.k, rows.v = x[:n], q[:n], k[:n], v[:n].contiguous()
+            rows.store(x[:n], q[:n], k[:n], v[:n])
             if keep:
                 rows.kv[layer + 1] = (rows.k, rows.v)
-        slab = self.exchange.gpu
-        for where, _ in parts:
+        slab = exchange.gpu
+        for where in slots:
             here = slice(n, n + where.stop - where.start)
-            self.exchange.residual[where] = x[here]
+            exchange.residual[where] = x[here]
             slab.q[where], slab.k[where], slab.v[where] = q[here], k[here], v[here]
             n = here.stop
 
     def _last(
-        self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], parts: list[tuple[slice, MicroBatchPlan]]
+        self, layer: int, rows: GpuRows | None, sample_rows: list[SampleRow], slots: list[slice]
     ) -> list[int | RowFault]:
         """post, head and sampling: the last token of each sampling segment, then every row of the micro-batches."""
-        out, before = self._before_post(rows, parts)
-        x = self.decoder.post_attention(layer, torch.cat(out), torch.cat(before))
-        wanted = torch.arange(0 if rows is None else len(rows.tokens), len(x), device=x.device)
-        if rows is not None:
-            wanted = torch.cat([rows.sampled, wanted])
-        return self.gpu_tier.sampled(self.decoder.head(x[wanted]), sample_rows) if sample_rows else []
+        x = self.decoder.post_attention(layer, *self._before_post(rows, slots))
+        if rows is not None and rows.sampled is not None:
+            x = x[torch.cat([rows.sampled, torch.arange(len(rows.tokens), len(x), device=x.device)])]
+        return self.gpu_tier.sampled(self.decoder.head(x), sample_rows) if sample_rows else []
 
-    def _before_post(
-        self, rows: GpuRows | None, parts: list[tuple[slice, MicroBatchPlan]]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _before_post(self, rows: GpuRows | None, slots: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention outputs and residual rows of all parts."""
-        out = self._gather(rows, parts, lambda r: r.out, lambda where, _: self.exchange.gpu.out[where])
-        return out, self._gather(rows, parts, lambda r: r.x, lambda where, _: self.exchange.residual[where])
-
-    @staticmethod
-    def _gather(
-        rows: GpuRows | None,
-        parts: list[tuple[slice, MicroBatchPlan]],
-        of_rows: Callable[[GpuRows], torch.Tensor],
-        of_part: Callable[[slice, MicroBatchPlan], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """GPU rows first, then the micro-batches in order."""
-        found = [] if rows is None else [of_rows(rows)]
-        return found + [of_part(where, plan) for where, plan in parts]
+        out = _gather(rows, slots, lambda r: r.out, self.exchange.gpu.out)
+        return torch.cat(out), torch.cat(_gather(rows, slots, lambda r: r.x, self.exchange.residual))
 
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
@@ -287,6 +297,14 @@ class TorchStages:
     def _gpu_rows(self) -> GpuRows:
         assert self._rows is not None, "begin() comes before the ops of a step"
         return self._rows
+
+
+def _gather(
+    rows: GpuRows | None, slots: list[slice], of_rows: Callable[[GpuRows], torch.Tensor], of_slots: torch.Tensor
+) -> list[torch.Tensor]:
+    """GPU rows first, then the micro-batches in order."""
+    found = [] if rows is None else [of_rows(rows)]
+    return found + [of_slots[where] for where in slots]
 
 
 def _slab_rows(micro_batch: MicroBatch) -> slice:

@@ -42,6 +42,7 @@ def warm_up(tier: Any, config: EngineConfig) -> None:
     for start in dict.fromkeys((0, config.max_model_len - 1)):
         chunks = [_segment(name, start, config, prefill=True) for name in (GPU_TIER, CPU_TIER)]
         rows = tier.rows(Batch((_segment(GPU_TIER, start, config, prefill=False), *chunks)))
+        rows.write()
         _linear(tier, rows)
         rows.attend(0)
         rows.kv[0] = rows.k, rows.v

@@ -510,11 +510,11 @@ def capturing(monkeypatch, log, ends=True):
 def test_a_pool_of_graphs_lives_as_long_as_one_of_them(monkeypatch):
     log = []
     card, stream = capturing(monkeypatch, log)
-    first = card.capture(stream, lambda: None)
-    second = card.capture(stream, lambda: None)
+    first = card.capture(stream, [lambda: None] * 2)
+    second = card.capture(stream, [lambda: None])
     del first, second
-    card.capture(stream, lambda: None)
-    assert [entry[1] for entry in log if entry != "end"] == [0, 0, 1]
+    card.capture(stream, [lambda: None])
+    assert [entry[1] for entry in log if entry != "end"] == [0, 0, 0, 1]
     assert not any(entry[2] for entry in log if entry != "end") and gc.isenabled()  # no collection inside a capture
 
 
@@ -528,7 +528,7 @@ def test_a_failed_capture_says_what_failed_and_not_that_it_was_lost(monkeypatch)
             raise ValueError("of the stage")
 
     with pytest.raises(ValueError, match="of the stage"):
-        card.capture(stream, run)
+        card.capture(stream, [run])
     assert gc.isenabled()
 
 

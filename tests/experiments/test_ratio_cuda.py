@@ -13,7 +13,7 @@ from hybridattn import llm
 from hybridattn.core.errors import InputError
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.kv import cpu_blocks
-from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
+from hybridattn.models import cuda_rows, cuda_tier, fused_decoder, layer_stages
 from hybridattn.models.load import load
 
 GB = 10**9
@@ -56,7 +56,7 @@ def test_the_verdict_says_what_the_figures_are_not():
 @pytest.fixture
 def fake(monkeypatch):
     """``fake(**options)``: from now on the device ``cuda`` is a fake card, and its kernels are plain torch."""
-    for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+    for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
         monkeypatch.setattr(module, "gpu_kernels", torch_kernels)
     monkeypatch.setattr(ratio_cuda, "chosen_here", lambda device, s: Chosen("tiny", "fp32", None))
     monkeypatch.setattr(ratio_cuda, "_model", lambda name, dtype, where: load(f"dummy:{name}", dtype=dtype))

@@ -31,10 +31,10 @@ from hybridattn.engine.engine import Engine
 from hybridattn.kv import cpu_blocks
 from hybridattn.kv.cpu_blocks import Blocks, Run, runs_of
 from hybridattn.kv.cuda_pages import CudaPages
-from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
+from hybridattn.models import cuda_rows, cuda_tier, fused_decoder, layer_stages
 from hybridattn.models.decoder import Decoder
 from hybridattn.models.fused_decoder import FusedDecoder
-from hybridattn.models.linear_graphs import LinearGraphs, buckets_for
+from hybridattn.models.layer_stages import buckets_for
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
@@ -56,7 +56,7 @@ POLICIES = {
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+    for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
         monkeypatch.setattr(module, "gpu_kernels", torch_kernels)
 
 
@@ -92,9 +92,19 @@ def quiet(model):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_tokens_equal_the_hosts(model, quiet, policy, graphs):
-    tokens, _ = answers(CudaDevice(runtime=FakeCuda(1), graphs=graphs), model, POLICIES[policy]())
-    assert tokens == quiet
+@pytest.mark.parametrize("record", [True, False], ids=["layers", "runs"])
+def test_tokens_equal_the_hosts(model, quiet, policy, graphs, record):
+    """Without a record, layers at which nothing is decided go in one op, and with graphs in one replay."""
+    device = CudaDevice(runtime=FakeCuda(1), graphs=graphs, record=record)
+    assert answers(device, model, POLICIES[policy]())[0] == quiet
+
+
+def test_rows_that_no_bucket_holds_go_stage_by_stage(model, quiet, monkeypatch):
+    """GPU rows on fixed memory, and beside micro-batches too many for a graph."""
+    monkeypatch.setattr(layer_stages.LayerStages, "joined", lambda *args: None)
+    assert answers(CudaDevice(runtime=FakeCuda(1)), model, POLICIES["async_overlap"]())[0] == quiet
+    monkeypatch.setattr(layer_stages.LayerStages, "bucket", lambda stages, rows: None)
+    assert answers(CudaDevice(runtime=FakeCuda(1)), model, POLICIES["async_overlap"]())[0] == quiet
 
 
 def test_no_logits_are_read_back(model, monkeypatch):
@@ -113,13 +123,15 @@ def test_no_logits_are_read_back(model, monkeypatch):
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(sorted(POLICIES)),
     handover=st.sampled_from(["stream", "poll"]),
+    graphs=st.booleans(),
+    record=st.booleans(),
 )
 @settings(max_examples=10, deadline=None)
-def test_tokens_hold_for_every_order_of_the_streams(model, quiet, seed, policy, handover):
+def test_tokens_hold_for_every_order_of_the_streams(model, quiet, seed, policy, handover, graphs, record):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+        for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
             patch.setattr(module, "gpu_kernels", torch_kernels)
-        device = CudaDevice(runtime=FakeCuda(seed), handover=handover)
+        device = CudaDevice(runtime=FakeCuda(seed), handover=handover, graphs=graphs, record=record)
         assert answers(device, model, POLICIES[policy]())[0] == quiet
 
 
@@ -231,37 +243,15 @@ def test_fused_stages_equal_the_plain_ones(extra):
     torch.testing.assert_close(fused.head(x), plain.head(x), rtol=1e-4, atol=1e-4)
 
 
-def linear_parts(model, sizes):
-    s = model.config.shape
-    draw = torch.Generator().manual_seed(sum(sizes))
-    outs = [torch.randn(n, s.num_q_heads, s.head_dim, generator=draw) for n in sizes]
-    return outs, [torch.randn(n, s.hidden_size, generator=draw) for n in sizes], [torch.arange(n) for n in sizes]
-
-
-@pytest.mark.parametrize("sizes", [(1,), (3, 1), (4,), (5, 2, 1), (8, 3)])
-def test_graphs_equal_eager_stages_and_keep_earlier_results(model, sizes):
-    """Sizes below, at and past the buckets 4 and 8; a stage in between must not change a result in use."""
-    captured = []
-    decoder = FusedDecoder(model.config, model.weights, 64)
-    graphs = LinearGraphs(decoder, (4, 8), lambda run: captured.append(run) or run)
-    eager = LinearGraphs(decoder, (), None)
-    assert len(captured) == 2 * (model.config.shape.num_layers - 1)
-    got = graphs.post_pre(0, *linear_parts(model, sizes))
-    graphs.post_pre(1, *linear_parts(model, (2,)))
-    for a, b in zip(got, eager.post_pre(0, *linear_parts(model, sizes)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_a_failed_capture_falls_back_and_says_why(model):
-    def refuse(run):
+def test_a_failed_capture_falls_back_and_says_why(model, quiet):
+    def refuse(stream, runs):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    decoder = FusedDecoder(model.config, model.weights, 64)
-    with pytest.warns(RuntimeWarning, match="linear stages run without CUDA graphs: operation not permitted"):
-        graphs = LinearGraphs(decoder, (4,), refuse)
-    assert "capturing failed" in (graphs.why_eager or "")
-    assert len(graphs.post_pre(0, *linear_parts(model, (3,)))[0]) == 3
-    assert LinearGraphs(decoder, (), None).why_eager == "graphs are switched off"
+    device = CudaDevice(runtime=FakeCuda(1))
+    device.runtime.capture = refuse
+    with pytest.warns(RuntimeWarning, match="decode rows run without CUDA graphs: operation not permitted"):
+        tokens, engine = answers(device, model, POLICIES["async_overlap"]())
+    assert tokens == quiet and "capturing failed" in engine.executor.stages.gpu_tier.why_eager
 
 
 @pytest.mark.parametrize(("rows", "buckets"), [(1, (4,)), (4, (4,)), (5, (4, 8)), (64, (4, 8, 16, 32, 64))])

@@ -23,7 +23,7 @@ from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.host import HostDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.kv import cpu_blocks
-from hybridattn.models import cuda_rows, cuda_tier, fused_decoder
+from hybridattn.models import cuda_rows, cuda_tier, fused_decoder, layer_stages
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 
@@ -59,7 +59,7 @@ class CudaPools:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    for module in (fused_decoder, cuda_rows, cuda_tier, cpu_blocks):
+    for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
         monkeypatch.setattr(module, "gpu_kernels", torch_kernels)
 
 

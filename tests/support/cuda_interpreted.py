@@ -19,7 +19,7 @@ from fake_cuda import FakeCuda  # noqa: E402
 from quick_interpreter import patch_once  # noqa: E402
 from scaled_model import scaled  # noqa: E402
 
-from gpu_kernels.decode import plan_decode  # noqa: E402
+import gpu_kernels  # noqa: E402
 from gpu_kernels.launch import launch  # noqa: E402
 from hybridattn.core.config import EngineConfig  # noqa: E402
 from hybridattn.core.params import SamplingParams  # noqa: E402
@@ -81,7 +81,7 @@ def watch_launches() -> set:
 
 def compiled_late(model) -> list:
     """Kernels that a call launches and the opening did not, by name. Splits are short, so that a row has several."""
-    plan_decode.__kwdefaults__["split_tokens"] = 64
+    gpu_kernels.DEFAULT_SPLIT_TOKENS = 64
     kept, device = watch_launches(), CudaDevice(runtime=FakeCuda(4), graphs=False)
     config = replace(CONFIG, max_model_len=80, gpu_kv_blocks=16)
     engine = Engine(TorchStages(model, device, config, "fp32"), device, AsyncOverlap(0.5), config)

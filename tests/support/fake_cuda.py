@@ -168,6 +168,7 @@ class FakeCuda:
     def synchronize(self):
         pass
 
-    def capture(self, stream, run):
-        run()
-        return run
+    def capture(self, stream, runs):
+        for run in runs:
+            run()
+        return list(runs)

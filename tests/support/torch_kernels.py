@@ -6,13 +6,31 @@ test that runs the same stages through Triton's interpreter.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+from functools import wraps
+
 import torch
 
 import cpu_kernels
 from cpu_kernels.layout import Layout, pack_k, pack_v, unpack_k, unpack_v
+from gpu_kernels import Calls, DecodeIntegers, do, kept  # noqa: F401  # what is no launcher is the same
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
 NAMES[torch.float8_e4m3fn] = "fp8"
+DEFAULT_SPLIT_TOKENS = 16
+
+
+def launcher(function):
+    """Kept where launches are kept."""
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        made = deque(maxlen=1)
+        do(lambda: made.append(function(*args, **kwargs)))
+        return made[0]
+
+    return call
 
 
 class capability_of:  # noqa: N801  # stands for the launcher of that name
@@ -23,14 +41,17 @@ class capability_of:  # noqa: N801  # stands for the launcher of that name
         pass
 
 
-def rms_norm(x, weight, eps, *, residual=None):
+@launcher
+def rms_norm(x, weight, eps, *, residual=None, out=None):
     if residual is not None:
         residual += x
         x = residual
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    made = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return made if out is None else out.copy_(made)
 
 
+@launcher
 def rope(x, cos, sin, positions, *, check_ids):
     half = cos.shape[1]
     c, s = cos[positions][:, None], sin[positions][:, None]
@@ -39,11 +60,14 @@ def rope(x, cos, sin, positions, *, check_ids):
     return x
 
 
-def silu_mul(gate_up):
+@launcher
+def silu_mul(gate_up, *, out=None):
     gate, up = gate_up.float().chunk(2, -1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    made = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return made if out is None else out.copy_(made)
 
 
+@launcher
 def append_kv(k, v, k_cache, v_cache, slot_mapping, *, check_ids, k_scale=None, v_scale=None):
     rows = torch.nonzero(slot_mapping >= 0).flatten()
     page, inside = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
@@ -87,8 +111,8 @@ class _Plan:
         begin = torch.zeros_like(counts) if key_start is None else key_start
         self.first = (lens - counts if query_pos is None else query_pos - begin).tolist()
         self.q_dtype, self.scale, self.window_left = q_dtype, sm_scale, window_left
-        kept = [n if window_left < 0 else min(n, window_left + 1) for n in self.lens]
-        self.workspace_size = sum(kept)  # more keys, more partial results
+        seen = [n if window_left < 0 else min(n, window_left + 1) for n in self.lens]
+        self.workspace_size = sum(seen)  # more keys, more partial results
 
     def make_workspace(self):
         return torch.empty(self.workspace_size)
@@ -103,9 +127,44 @@ class _Plan:
         return out, lse
 
 
-def plan_decode(k_cache, v_cache, block_table, seq_lens, num_q_heads, *, key_start=None, query_pos=None, **options):
-    starts = list(range(len(seq_lens) + 1))
-    return _Plan(block_table, starts, seq_lens, key_start=key_start, query_pos=query_pos, **options)
+@dataclass(frozen=True)
+class _Resident:
+    """A decode plan over integers that change under it. Looks at all that the kernels would look at."""
+
+    integers: DecodeIntegers
+    num_seqs: int
+    num_parts: int
+    q_dtype: torch.dtype
+    scale: float
+    workspace_size: int = 1
+
+    def run(self, *args, **kwargs):
+        do(self._run, *args, **kwargs)
+
+    def _run(self, q, k_cache, v_cache, out, lse, *, k_scale=None, v_scale=None, workspace=None):
+        assert q.dtype is self.q_dtype and len(q) == self.num_seqs
+        mine = self.integers
+        starts, spans = mine.part_start.tolist(), mine.spans.tolist()
+        items = list(zip(mine.item_seq.tolist(), mine.item_split.tolist(), strict=True))
+        assert starts[self.num_seqs] <= self.num_parts <= len(items)
+        direct = self.num_parts == self.num_seqs
+        for i in range(self.num_seqs):
+            begin, end, position = spans[i]
+            splits = [split for seq, split in items[starts[i] : starts[i + 1]] if seq == i]
+            first = begin // DEFAULT_SPLIT_TOKENS
+            want = list(range(first, max(-(-end // DEFAULT_SPLIT_TOKENS), first + 1)))
+            assert splits == want and (len(want) == 1 or not direct), (splits, want, spans[i])
+            assert position == max(end - 1, 0)
+            k, v = (_keys(c, s, mine.block_table[i], end)[begin:] for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+            row = slice(i, i + 1)
+            out[row], lse[row] = _attend(q[row], k, v, self.scale, -1, len(k) - 1)
+        for seq, split in items[starts[self.num_seqs] : self.num_parts]:
+            assert split * DEFAULT_SPLIT_TOKENS >= spans[seq][1], "an item behind those of the rows finds keys"
+
+
+def plan_resident(k_cache, v_cache, integers, num_q_heads, *, split_tokens, q_dtype, sm_scale):
+    assert split_tokens == DEFAULT_SPLIT_TOKENS
+    return _Resident(integers, len(integers.spans), len(integers.item_seq), q_dtype, sm_scale)
 
 
 def plan_prefill(
