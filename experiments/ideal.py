@@ -1,7 +1,7 @@
 """The ideal machine of the closed forms, as a ``Pricing`` that the real executor and policies run on.
 
 Idealisations: linear time independent of the rows, no head, no embedding, no copies, no launches, attention exactly
-proportional to the keys, the CPU's return known exactly.
+proportional to the keys, that of prompts free, the CPU's return known exactly.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class PerKey:
         return round(self.ns_per_key * work.kv_tokens)
 
 
-def ideal(linear_ns: float, gpu_key_ns: float, cpu_key_ns: float, num_layers: int = 32) -> Costs:
+def ideal(linear_ns: float, gpu_key_ns: float, cpu_key_ns: float, num_layers: int = 32, tau_ns: int = 0) -> Costs:
     """The ideal machine with a model of which only the number of layers matters.
 
     Parameters
     ----------
     linear_ns : linear time of one layer
     gpu_key_ns, cpu_key_ns : attention time per K,V token and layer on each processor
+    tau_ns : time of each way up
     """
     shape = ModelShape("ideal", num_layers, 1024, 4096, 8, 8, 128, 1024, 1 << 20)
     free = Constant(0)
@@ -50,8 +51,9 @@ def ideal(linear_ns: float, gpu_key_ns: float, cpu_key_ns: float, num_layers: in
         (GPU, "head"): free,
         (GPU, "other"): free,
         (GPU, "decode_attention"): PerKey(gpu_key_ns),
+        (GPU, "prefill_attention"): free,
         (CPU, "decode_attention"): PerKey(cpu_key_ns),
         (D2H, "copy"): free,
-        (H2D, "copy"): free,
+        (H2D, "copy"): Constant(tau_ns),
     }
     return Costs(ModelCost(shape, "fp16"), Pricing("ideal", "ideal", models))

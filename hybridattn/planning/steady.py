@@ -42,10 +42,16 @@ class Steady:
 
 
 class SteadyRun:
-    """An executor under a load, step by step."""
+    """An executor under a load, step by step. ``cold`` tokens of each GPU row lie on the CPU tier."""
 
     def __init__(
-        self, costs: Costs, pricing: Pricing, policy: Policy, load: Load, open_device: Callable[[Pricing], Device]
+        self,
+        costs: Costs,
+        pricing: Pricing,
+        policy: Policy,
+        load: Load,
+        open_device: Callable[[Pricing], Device],
+        cold: int = 0,
     ):
         self.load = load
         self.costs = costs
@@ -68,7 +74,7 @@ class SteadyRun:
         self._taking_part: set[int] = set()
         self._plans = "begin" in policy.hooks
         self._decodes = tuple(
-            Segment(_request(i, GPU_TIER), GPU_TIER, load.context - 1, 1, samples=True, prefill=False)
+            Segment(_request(i, GPU_TIER), GPU_TIER, load.context - 1, 1, samples=True, prefill=False, cold=cold)
             for i in range(load.gpu_rows)
         )
         self._batch = Batch(self._decodes) if self._decodes else None

@@ -69,7 +69,7 @@ class Split(GpuOnly):
             return int(self.cold_share * view.pages)
         if self.costs is None or view.requests <= 1:  # one that is too long for the GPU tier is served all the same
             return view.pages
-        hot = min(view.gpu_pages, view.pages) * view.page_size
+        hot = (min(view.gpu_pages, view.pages) - view.requests / 2) * view.page_size  # each newest page is half full
         layer = self._layer(view)
         most = view.pages if layer.more_pays(hot) else int(layer.hidden(hot) / view.page_size)
         if not self.cold_only_when_full:

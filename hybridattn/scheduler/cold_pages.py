@@ -39,9 +39,9 @@ class ColdPages:
         lacking, possible = max(0, need - kv.free(GPU_TIER)), min(need - 1, kv.free(CPU_TIER))
         if lacking and lacking > min(most - cold, kv.free(CPU_TIER)):
             return None
-        if lacking > possible:  # not even the newest page has room
+        if lacking > possible:  # not even the newest page has room: some is made for those that wait
             if not self._coming():
-                self.sink(1)
+                self.sink(min(len(self._queues.waiting), MOST_MOVED))
             return None
         return max(lacking, min(least - cold, possible))
 

@@ -1,0 +1,90 @@
+"""The closed forms of cost/split.py against the executor on the ideal machine: gain, best share, and where cases end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from experiments.ideal import ideal
+from experiments.machines import engine_on, open_sim
+from hybridattn.core.config import EngineConfig
+from hybridattn.core.request import DeclaredTokens
+from hybridattn.cost.split import split_case, split_layer
+from hybridattn.planning.steady import SteadyRun
+from hybridattn.policies.fixed import GpuOnly
+from hybridattn.policies.load import Load
+from hybridattn.policies.registry import make_policy
+
+LAYERS, CONTEXT, HOT = 8, 1000, 100_000
+KEY_NS = 10.0  # T = 1 ms
+# r, T / tau (0: tau is 0), T / T_l
+SETTINGS = list(itertools.product((1.5, 3, 6, 12), (0, 2, 5, 20), (0.3, 1.0, 4.0)))
+
+
+def machine(r, over_tau, x):
+    attention = HOT * KEY_NS
+    return ideal(attention / x, KEY_NS, KEY_NS * r, LAYERS, round(attention / over_tau) if over_tau else 0)
+
+
+def rate(costs, rows, cold):
+    """Tokens per ns of ``rows`` rows with ``cold`` cold tokens each."""
+    run = SteadyRun(costs, costs.pricing, GpuOnly(), Load(rows, 0, CONTEXT), open_sim, cold=cold)
+    return run.measure(1, 1).tokens_per_s / 1e9
+
+
+def per_row(tokens, rows):
+    return round(tokens / rows)
+
+
+@pytest.mark.parametrize(("r", "over_tau", "x"), SETTINGS)
+def test_gain_best_share_and_boundary_are_within_3_percent(r, over_tau, x):
+    costs = machine(r, over_tau, x)
+    layer = split_layer(costs, HOT // CONTEXT, HOT)
+    assert layer.ratio == pytest.approx(r, rel=1e-3)
+    base = rate(costs, HOT // CONTEXT, 0)
+
+    def gain(cold):  # GPU memory limits the batch to HOT
+        rows = (HOT + cold) / CONTEXT
+        return rate(costs, round(rows), per_row(cold, rows)) / base
+
+    hidden = layer.hidden(HOT)
+    assert gain(hidden) == pytest.approx(layer.gain(HOT), rel=0.03)
+    if abs((layer.linear_ns + layer.tau_ns) / layer.cpu_token_ns / HOT - 1) > 0.05:
+        assert (gain(3 * hidden) > gain(hidden)) == layer.more_pays(HOT)
+
+    rows = HOT // CONTEXT
+    share = layer.best_share(HOT)
+    steps = {f: rows / rate(costs, rows, per_row(f * HOT, rows)) for f in (share, share - 0.03, share + 0.03) if f > 0}
+    assert min(steps.values()) >= steps.get(share, 0.0) * 0.9999  # nothing beside it is better
+    assert steps[share] == pytest.approx(LAYERS * layer.layer_ns(HOT * (1 - share), HOT * share), rel=0.03)
+
+
+def test_no_gain_where_attention_is_shorter_than_the_way():
+    layer = split_layer(machine(3, 0.5, 1.0), 100, HOT)
+    assert layer.hidden(HOT) == layer.best_share(HOT) == 0 and layer.gain(HOT) == 1
+
+
+def test_the_cases():
+    assert [split_case(*load) for load in ((4, 100, 399), (4, 100, 400), (1, 401, 400))] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("r", "over_tau", "x"), [(2, 0, 1.0), (8, 20, 1.0), (3, 0, 4.0)])
+def test_the_policy_reaches_the_gain(r, over_tau, x):
+    """Requests that come, grow and end, in pages: tokens per second as predicted, but for pages that are half full and
+    copies of pages."""
+    costs, rates = machine(r, over_tau, x), []
+    for policy in (make_policy("gpu_only"), make_policy("split", costs)):
+        config = EngineConfig(
+            HOT // 32, HOT // 16, 32, max_model_len=2000, max_num_seqs=300, max_num_batched_tokens=8192
+        )
+        engine, draw = engine_on(costs, policy, config), random.Random(1)
+        while len(engine.executor.steps) < 200:
+            while engine.unfinished < 200:
+                engine.add(DeclaredTokens(draw.randint(600, 1400)), draw.randint(20, 180))
+            engine.step()
+        steps = engine.executor.steps[100:]
+        rates.append(sum(s.gpu_rows for s in steps) / (steps[-1].end_ns - steps[0].start_ns))
+    gain = split_layer(costs, HOT // CONTEXT, HOT).gain(HOT)
+    assert rates[1] / rates[0] == pytest.approx(gain, rel=0.05)
