@@ -6,11 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from held_pages import check_empty
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaled_model import scaled
 
+import cpu_kernels
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU
 from hybridattn.core.params import SamplingParams
@@ -18,6 +20,7 @@ from hybridattn.core.trace import violations
 from hybridattn.devices.host import HostDevice
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
+from hybridattn.models.host_tier import HostRows
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.policies.fixed import GpuOnly
@@ -73,6 +76,19 @@ def test_ids_are_the_same_over_int8_pages(model, whole):
 @settings(max_examples=8, deadline=None)
 def test_ids_are_the_same_while_pages_move(model, whole, seed, gpu):
     assert answers(model, sim(seed), Split(), gpu=gpu, cpu=14) == whole["fp32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_merge_is_exact_where_a_part_is_empty_and_the_packages_elsewhere(dtype):
+    rows = HostRows.__new__(HostRows)
+    empty, lse, made = float("-inf"), torch.randn(4, 6) * 3, torch.randn(2, 4, 6, 16).to(dtype)
+    hot_lse, lse[1], lse[3] = torch.randn(4, 6) * 3, empty, empty
+    hot_lse[2], hot_lse[3], made[0, 2:], made[1, 1], made[1, 3] = empty, empty, 0, 0, 0
+    rows.num_split, rows.out, rows.lse = 4, made[0].clone(), hot_lse
+    rows.merge(made[1], lse)
+    want, _ = cpu_kernels.merge_state(made[0], hot_lse, made[1], lse)
+    assert torch.equal(rows.out[1:], torch.stack([made[0, 1], made[1, 2], made[0, 3]]))
+    torch.testing.assert_close(rows.out, want)
 
 
 def dropped(rows, out, lse):

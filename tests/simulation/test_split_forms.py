@@ -1,4 +1,4 @@
-"""The closed forms of cost/split.py against the executor on the ideal machine: gain, best share, and where cases end."""
+"""The closed forms of cost/split.py against the executor on the ideal machine: gain, best share, where cases end."""
 
 from __future__ import annotations
 
