@@ -114,5 +114,6 @@ DUMMY_SHAPES: dict[str, DecoderConfig] = {
     "llama2-7b": _shape("llama", RopeConfig(), shape("llama2-7b")),
     "llama3.2-3b": _shape("llama", RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192), shape("llama3.2-3b")),
     "llama3.1-8b": _shape("llama", RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), shape("llama3.1-8b")),
+    "attention-heavy": _shape("llama", RopeConfig(), shape("attention-heavy")),
     "qwen2.5-7b": _shape("qwen2", RopeConfig(theta=1000000.0), shape("qwen2.5-7b")),
 }

@@ -63,6 +63,22 @@ SHRUNK = {
         "settings.max_model_len=256",
         "settings.window_s=0.05",
     ],
+    "split": ["settings.place=t4/llama2-7b/400", "settings.cold=0,2"],
+    "long_context": ["settings.place=a10/llama3.1-8b/8192", "settings.room=0.5"],
+    "split_host": [
+        "repeats=1",
+        "model=attention_heavy",
+        "settings.context=40",
+        "settings.output_tokens=12",
+        "settings.requests=2,3",
+        "settings.room=1",
+    ],
+    "long_context_host": [
+        "repeats=1",
+        "model=attention_heavy",
+        "settings.context=100,130",
+        "settings.output_tokens=6",
+    ],
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
 SIMULATED = (
@@ -86,7 +102,7 @@ def test_every_experiment_file_is_run_by_a_test():
 
 
 # Measured; ratio_host and tests of their own run the same points in the default suite.
-SLOW = ("capacity_host", "cpu_cores_host", "control_path_host", "sessions_host")
+SLOW = ("long_context_host", "capacity_host", "cpu_cores_host", "control_path_host", "sessions_host")
 
 
 @pytest.fixture(scope="module")
