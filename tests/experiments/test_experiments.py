@@ -68,9 +68,9 @@ SHRUNK = {
     "split_host": [
         "repeats=1",
         "model=attention_heavy",
-        "settings.context=40",
+        "settings.context=100",
         "settings.output_tokens=12",
-        "settings.requests=2,3",
+        "settings.requests=2",
         "settings.room=1",
     ],
     "long_context_host": [
