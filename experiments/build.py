@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from experiments.machines import kv_tokens
 from experiments.schema import App, Target
 from hybridattn.core.errors import HybridAttnError, InputError
-from hybridattn.core.op import GPU
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
-from hybridattn.cost.priced_stages import EXPOSED
-from hybridattn.cost.pricing import Constant, PriceModel, Pricing
+from hybridattn.cost.pricing import Pricing
+from hybridattn.cost.profile import load_profile
+from hybridattn.cost.room import Room, room
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.planning.predict import by_simulation
@@ -28,16 +26,6 @@ from hybridattn.policies.registry import POLICIES, make_policy
 from hybridattn.workload.item import Workload
 
 ROOT = Path(__file__).parents[1]
-
-
-def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
-    """``pricing`` with ``extra_ns`` more for each linear stage while CPU rows are in flight, and its fingerprint."""
-    if extra_ns < 0:
-        raise InputError(f"exposed time must not be negative, got {extra_ns} ns")
-    if not extra_ns:
-        return pricing
-    models: Mapping[tuple[str, str], PriceModel] = {**pricing.models, (GPU, EXPOSED): Constant(extra_ns)}
-    return replace(pricing, fingerprint=f"{pricing.fingerprint} +{extra_ns / 1e3:g} us a layer", models=models)
 
 
 def pricing_of(app: App) -> Pricing:
@@ -58,11 +46,15 @@ def cost_of(app: App) -> ModelCost:
     return ModelCost(shape(app.model.shape), app.model.dtype)
 
 
-def kv_room(app: App) -> tuple[int, int]:
-    """Tokens of K,V on the GPU and on the CPU tier: as configured, else what fits beside the weights."""
-    h = app.hardware
-    gpu, cpu = kv_tokens(profile_name(h.gpu), profile_name(h.cpu), app.model.shape, app.model.dtype)
-    return (gpu if h.gpu_kv_tokens is None else h.gpu_kv_tokens), (cpu if h.cpu_kv_tokens is None else h.cpu_kv_tokens)
+def kv_room(app: App) -> Room:
+    """Room for K,V on the GPU and on the CPU tier: as configured, else what fits beside the weights, which must fit."""
+    h, cost = app.hardware, cost_of(app)
+    found = room(load_profile(profile_name(h.gpu), "gpu"), load_profile(profile_name(h.cpu), "cpu"), cost)
+    gpu, cpu = (
+        held if tokens is None else tokens * found.token_bytes
+        for held, tokens in ((found.gpu_bytes, h.gpu_kv_tokens), (found.cpu_bytes, h.cpu_kv_tokens))
+    )
+    return replace(found, gpu_bytes=gpu, cpu_bytes=cpu)
 
 
 def policy_of(app: App, costs: Costs | None = None) -> Policy:

@@ -9,21 +9,38 @@ from omegaconf import OmegaConf
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
-from hybridattn.cost.catalog import shape
+from hybridattn.cost.catalog import BESIDE, SHAPES, shape, spelt
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import SUSTAINED_DRAM, machine
-from hybridattn.cost.planning import CPU_FRACTION, GPU_FRACTION
 from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.pricing import Pricing
 from hybridattn.cost.profile import Quantity, load_profile
 from hybridattn.cost.roofline import Efficiency
+from hybridattn.cost.room import check_context, room
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.policies.base import Policy
 
-HARDWARE = Path(__file__).parents[1] / "configs" / "hardware"
+CONFIGS = Path(__file__).parents[1] / "configs"
+HARDWARE = CONFIGS / "hardware"
 TIMEOUT_NS = 10**13  # virtual time is free: nothing simulated here is a stall
+
+
+def group_file(group: str, name: str) -> str | None:
+    """The file of ``configs/model`` or ``configs/hardware`` that ``name`` means: its own name, or that of the shape or
+    card in it, however spelt; None where there is none."""
+    files = {p.stem: p for p in (CONFIGS / group).glob("*.yaml")}
+    if name in files:
+        return name
+    card, model = spelt(name, BESIDE), spelt(name, SHAPES)
+    for stem, path in sorted(files.items()):
+        found = OmegaConf.load(path)
+        if group == "model" and model and found.shape == model:
+            return stem
+        if group == "hardware" and card and found.gpu == card and found.cpu == BESIDE[card][0]:
+            return stem
+    return spelt(name, files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,8 @@ class Place:
         parts = text.split("/")
         try:
             more = float(parts[3]) if len(parts) > 3 else None
-            return Place(parts[0], parts[1], int(parts[2]), more)
+            hardware, model = group_file("hardware", parts[0]) or parts[0], spelt(parts[1], SHAPES) or parts[1]
+            return Place(hardware, model, int(parts[2]), more)
         except (IndexError, ValueError) as error:
             raise InputError(f"settings.place must read hardware/model/context, got '{text}'") from error
 
@@ -63,9 +81,16 @@ class Place:
         return priced(self.model, machine(*self.parts) if cpu_gb_s is None else pricing_at(*self.parts, cpu_gb_s))
 
     def gpu_rows(self, kv_share: float, most: int) -> int:
-        """Requests that a share of the GPU's K,V memory holds: at least 2, at most ``most``."""
+        """Requests that a share of the GPU's K,V memory holds: at least 2, which must fit, at most ``most``.
+
+        The host may be any: its memory and, in most of these experiments, its speed are not the profile's.
+        """
         gpu, cpu, _ = self.parts
-        return max(2, min(most, int(kv_tokens(gpu, cpu, self.model)[0] * kv_share) // self.context))
+        found = room(load_profile(gpu), load_profile(cpu), ModelCost(shape(self.model), "fp16"))
+        check_context(found, self.context)
+        if 2 * self.context > found.gpu_tokens:
+            raise InputError(f"{self}: two requests do not fit into the {found.gpu_tokens:,} tokens of KV on the GPU")
+        return max(2, min(most, int(found.gpu_tokens * kv_share) // self.context))
 
     def __str__(self) -> str:
         return f"{self.hardware} {self.model} ctx {self.context}"
@@ -104,12 +129,3 @@ def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float, cpu_launch_ns: in
     efficiency["decode_attention"] = Efficiency(old.compute, memory), f"{cpu_gb_s:g} GB/s, set by the experiment"
     name = f"{part.name} at {cpu_gb_s:g} GB/s" + ("" if cpu_launch_ns is None else f", launch {cpu_launch_ns} ns")
     return machine(gpu, replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name), link)
-
-
-def kv_tokens(gpu: str, cpu: str, model: str, dtype: str = "fp16") -> tuple[int, int]:
-    """Tokens of K,V that fit beside the weights on the GPU, and on the host, with the fractions that plans use."""
-    cost = ModelCost(shape(model), dtype)
-    per_token = cost.kv_token_layer_bytes * cost.shape.num_layers
-    on_gpu = int(GPU_FRACTION * load_profile(gpu).value("memory")) - cost.weight_bytes
-    on_cpu = int(CPU_FRACTION * load_profile(cpu).value("memory"))
-    return max(0, on_gpu // per_token), on_cpu // per_token

@@ -27,7 +27,7 @@ from experiments import point  # noqa: E402
 from experiments.also import closing  # noqa: E402
 from experiments.ended import INTERRUPTED, Ended, say  # noqa: E402
 from experiments.schema import register  # noqa: E402
-from experiments.wording import check_words, composition_error  # noqa: E402
+from experiments.wording import check_words, composition_error, respelt  # noqa: E402
 from hybridattn.core.errors import HybridAttnError, InputError  # noqa: E402
 
 register()
@@ -57,6 +57,7 @@ def one(words: list[str]) -> Ended:
     """One call of the app as Hydra runs it; its errors as exit codes."""
     try:
         check_words(words)
+        words = [respelt(word) for word in words]
         with command_line(words):
             app()
     except Ended as ended:

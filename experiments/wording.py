@@ -6,7 +6,6 @@ import re
 import shlex
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,9 +13,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.machines import CONFIGS, group_file
 from hybridattn.core.errors import InputError
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OLD_KEYS = {  # last part of a key of a configuration -> its name today
     "passes": "steps", "plan_passes": "plan_steps", "same_pass": "same_step", "patience_us": "max_wait_us",
     "cohorts": "micro_batches", "max_cohorts": "max_micro_batches",
@@ -42,6 +41,14 @@ def check_words(words: Sequence[str]) -> None:
         _refuse_half_a_path(word)
         if note := renamed(name):
             raise InputError(f"{word} is not known{note}")
+
+
+def respelt(word: str) -> str:
+    """``model=...`` and ``hardware=...`` with the names of their files, however the models and cards are spelt."""
+    key, _, value = word.partition("=")
+    if key not in ("model", "hardware"):
+        return word
+    return f"{key}={','.join(group_file(key, name.strip()) or name for name in value.split(','))}"
 
 
 def renamed(key: str) -> str:

@@ -108,7 +108,7 @@ def _loaded(app: App, s: ControlSettings, workload: Workload) -> Workload:
         return workload
     costs = Costs(cost_of(app), pricing_of(app))
     prompt, output = (round(fmean(getattr(i, n) for i in workload.items)) for n in ("prompt_tokens", "output_tokens"))
-    batch = max(1, min(s.max_num_seqs, kv_room(app)[0] // (prompt + output)))
+    batch = max(1, min(s.max_num_seqs, kv_room(app).gpu_tokens // (prompt + output)))
     prefill_ns = costs.step_linear_ns(prompt) + costs.num_layers * costs.attention_ns(0, 0, [(prompt, prompt)])
     busy_ns = prefill_ns + output * costs.step_ns(batch, batch * (prompt + output // 2)) / batch
     return workload.scaled(workload.rate_per_s * busy_ns / 1e9 / s.load)

@@ -12,15 +12,17 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, profile_name, sim_device, with_exposed
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, profile_name, sim_device
 from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
+from hybridattn.cost.priced_stages import with_exposed
 from hybridattn.cost.profile import load_profile
-from hybridattn.planning.steady import SteadyRun
+from hybridattn.cost.room import GB, check_context
+from hybridattn.planning.steady import rows_under, steady
 from hybridattn.policies.base import Policy
 from hybridattn.policies.load import Load
 
@@ -74,8 +76,7 @@ def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
 
 def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
     cost, pricing, cpu = cost_of(app), pricing_of(app), load_profile(profile_name(app.hardware.cpu), "cpu")
-    on_gpu, on_cpu = kv_room(app)
-    capacity = s.gpu_rows or max(1, on_gpu // s.context)
+    capacity, cpu_capacity = _capacities(app, s)
     alone = Costs(cost, pricing)
     linear_ns = alone.linear_ns(capacity)
     attention_ns = alone.attention_ns(capacity, capacity * s.context)
@@ -86,18 +87,15 @@ def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
     exposed_ns = round(s.exposed_fraction * (linear_ns + attention_ns) + app.device.exposed_us * 1e3)
     priced = with_exposed(pricing, exposed_ns)
     policy = policy_of(app, Costs(cost, priced))
-    gpu_rows, cpu_rows = _rows(s, policy, capacity, on_cpu // s.context)
+    gpu_rows, cpu_rows = _rows(s, policy, capacity, cpu_capacity)
     uses_cpu = CPU_TIER in policy.tiers and cpu_rows > 0
     exposed_ns = exposed_ns if uses_cpu else 0
-    run = SteadyRun(
-        Costs(cost, priced), priced, policy, Load(gpu_rows, cpu_rows, s.context), lambda p: sim_device(app, p)
-    )
-    layers = cost.shape.num_layers
-    found = run.measure(layers + 1 if s.warmup is None else s.warmup, 2 * (layers + 1) if s.steps is None else s.steps)
+    load = Load(gpu_rows, cpu_rows, s.context)
+    found = steady(Costs(cost, priced), policy, load, lambda p: sim_device(app, p), s.warmup, s.steps)
     return {
         "kind": "simulated", "device": "sim", "profile": pricing.fingerprint,
         "gpu_rows": gpu_rows, "cpu_rows": cpu_rows, "gpu_capacity_rows": capacity,
-        "cpu_capacity_rows": on_cpu // s.context, "num_layers": layers,
+        "cpu_capacity_rows": cpu_capacity, "num_layers": cost.shape.num_layers,
         "cpu_cores": int(cpu.value("cores")), "cores_are": cpu.note,
         "tokens_per_s": found.tokens_per_s, "gpu_tokens_per_s": found.gpu_tokens_per_s,
         "cpu_tokens_per_s": found.cpu_tokens_per_s, "gpu_tpot_ns": found.gpu_tpot_ns,
@@ -114,16 +112,30 @@ def _rate_ratio(costs: Costs, rows: int, context: int) -> float:
     return costs.cpu_ns(rows, rows * context) / costs.attention_ns(rows, rows * context)
 
 
+def _capacities(app: App, s: DecodeSettings) -> tuple[int, int]:
+    """Rows on the GPU, which must fit, and the most that the host has room for."""
+    room = kv_room(app)
+    check_context(room, s.context)
+    most, cpu = room.gpu_tokens // s.context, room.cpu_tokens // s.context
+    rows = s.gpu_rows or max(1, most)
+    if rows > most:
+        taken = rows * s.context * room.token_bytes / GB
+        raise InputError(
+            f"{rows} x {s.context:,} tokens of {room.model} on the GPU take {taken:.1f} GB of KV; beside the weights "
+            f"there is room for {room.gpu_bytes / GB:.1f} GB, that is {most} x"
+        )
+    return rows, cpu
+
+
 def _rows(s: DecodeSettings, policy: Policy, capacity: int, cpu_capacity: int) -> tuple[int, int]:
     """Rows that decode on each tier; the rest waits."""
-    if s.ratio is not None:
-        gpu, cpu = capacity, round(capacity * s.ratio)
-    else:
-        total = max(1, round(capacity * (s.demand or 0)))
-        gpu = min(total, capacity)
-        if policy.cpu_fraction is not None:  # a forced share, whatever fits
-            gpu = min(capacity, round(total * (1 - policy.cpu_fraction)))
-        cpu = min(total - gpu, cpu_capacity)
-    if GPU_TIER not in policy.tiers:
-        gpu, cpu = 0, min(gpu + cpu, cpu_capacity)
+    if s.ratio is None:
+        return rows_under(policy, max(1, round(capacity * (s.demand or 0))), capacity, cpu_capacity)
+    gpu, cpu = capacity if GPU_TIER in policy.tiers else 0, round(capacity * s.ratio)
+    cpu += capacity - gpu
+    if cpu > cpu_capacity:
+        raise InputError(
+            f"settings.ratio={s.ratio:g} asks for {cpu} CPU rows of {s.context:,} tokens, the host has room for "
+            f"{cpu_capacity}"
+        )
     return gpu, cpu if CPU_TIER in policy.tiers else 0

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, pricing_of, sim_device, with_exposed
+from experiments.build import cost_of, pricing_of, sim_device
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
-from hybridattn.cost.priced_stages import EXPOSED
+from hybridattn.cost.priced_stages import EXPOSED, with_exposed
 from hybridattn.cost.pricing import Together
 
 TIMEOUT_NS = 10**13

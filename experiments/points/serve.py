@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, with_exposed, workload_of
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, workload_of
 from experiments.machines import TIMEOUT_NS
 from experiments.schema import App
 from experiments.settings import experiment
@@ -16,7 +16,7 @@ from hybridattn.core.records import RequestRecord, RunRecords
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import Trace
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.priced_stages import PricedStages
+from hybridattn.cost.priced_stages import PricedStages, with_exposed
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.engine.replay import Replay, Served
@@ -90,10 +90,10 @@ def engine_for(
     app: App, settings: ServeSettings, policy: Policy, device: SimDevice, pause_tier: str = CPU_TIER
 ) -> Engine:
     """An engine with the room for K,V that the machine has; K,V of sessions rest on ``pause_tier``."""
-    cost, (on_gpu, on_cpu) = cost_of(app), kv_room(app)
+    cost, room = cost_of(app), kv_room(app)
     config = EngineConfig(
-        gpu_kv_blocks=on_gpu // settings.page_size,
-        cpu_kv_blocks=on_cpu // settings.page_size,
+        gpu_kv_blocks=room.gpu_tokens // settings.page_size,
+        cpu_kv_blocks=room.cpu_tokens // settings.page_size,
         page_size=settings.page_size,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -119,7 +119,7 @@ def row(
     records, device = without_first(requests, settings.drop_first), engine.device
     layers = cost_of(app).shape.num_layers
     found = run_metrics(RunRecords(layers, records), Trace(device.name, device.kind, device.profile, ""))
-    on_gpu, on_cpu = kv_room(app)
+    room = kv_room(app)
     return {
         "kind": found.kind,
         "device": found.device,
@@ -127,7 +127,7 @@ def row(
         "requests": len(workload),
         "refused": served.refused,
         "arrival_rate_per_s": workload.rate_per_s,
-        "gpu_kv_tokens": on_gpu,
-        "cpu_kv_tokens": on_cpu,
+        "gpu_kv_tokens": room.gpu_tokens,
+        "cpu_kv_tokens": room.cpu_tokens,
         **{name: found[name] for name in KEPT},
     }

@@ -1,6 +1,9 @@
-"""Shapes of well-known decoders, for plans and simulations that load no weights."""
+"""Names: shapes of well-known decoders, what stands beside a card, and how a name may be spelt."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
@@ -18,9 +21,61 @@ _SHAPES = (
 )
 SHAPES = {s.name: s for s in _SHAPES}
 
+# CPU and link beside a GPU unless asked for something else: the pairs of well-known instances.
+BESIDE = {
+    "t4": ("xeon-8259cl-8c", "pcie3-x16"),
+    "l4": ("epyc-7r32-16c", "pcie4-x16"),
+    "a10": ("epyc-7r32-16c", "pcie4-x16"),
+    "a10g": ("epyc-7r32-16c", "pcie4-x16"),
+    "a100-80g": ("epyc-7r32-32c", "pcie4-x16"),
+    "h100": ("epyc-7r32-32c", "pcie5-x16"),
+    "h200": ("epyc-7r32-32c", "pcie5-x16"),
+    "gh200": ("grace-72c", "nvlink-c2c"),
+}
+
+_NICKNAMES = {
+    "genoa": "epyc-9654-96c",
+    "turin": "epyc-9755-128c",
+    "sapphirerapids": "xeon-8480p-56c",
+    "graniterapids": "xeon-6980p-128c",
+    "desktop": "ryzen-9950x-16c",
+}
+_MAKERS = re.compile(r"^(meta|nvidia|amd|intel)(?=[a-z])")
+_TUNED = re.compile(r"(-(instruct|chat|hf|base))+$")
+
+
+def spelt(name: str, known: Iterable[str]) -> str | None:
+    """Which of ``known`` is meant: capitals, dots, dashes and spaces don't count, nor do an owner before ``/``, a maker
+    or ``-Instruct``; the end may be left out where only one begins so.
+
+    Examples
+    --------
+    >>> spelt("meta-llama/Llama-3.1-8B-Instruct", SHAPES), spelt("A100", BESIDE), spelt("llama3.1", SHAPES)
+    ('llama3.1-8b', 'a100-80g', None)
+    """
+    names = tuple(known)
+    if name in names:
+        return name
+    plain = _TUNED.sub("", name.lower().rpartition("/")[2])
+    key = _MAKERS.sub("", _bare(plain))
+    key = _bare(_NICKNAMES.get(key, key))
+    same = [n for n in names if _bare(n) == key]
+    found = same or [n for n in names if key in _beginnings(n)]
+    return found[0] if len(found) == 1 else None
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _beginnings(name: str) -> set[str]:
+    parts = name.split("-")
+    return {_bare("".join(parts[:i])) for i in range(1, len(parts))}
+
 
 def shape(name: str) -> ModelShape:
-    """The shape called ``name``; InputError listing what is known."""
-    if name not in SHAPES:
+    """The shape called ``name`` (see :func:`spelt`); InputError listing what is known."""
+    found = spelt(name, SHAPES)
+    if found is None:
         raise InputError(f"model shape '{name}' is unknown; known are {', '.join(SHAPES)}")
-    return SHAPES[name]
+    return SHAPES[found]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
 from hybridattn.cost.correction import Correction
 from hybridattn.cost.pricing import PriceModel, Pricing
-from hybridattn.cost.profile import Profile, check_machine, load_profile
-from hybridattn.cost.roofline import Roofline
+from hybridattn.cost.profile import Profile, changed, check_machine, load_profile
+from hybridattn.cost.roofline import Efficiency, Roofline
 from hybridattn.cost.table import Sample, table_from_samples
 
 # What DRAM sustains of its peak when several agents read it at once; measured machines replace it by their own figure.
 SUSTAINED_DRAM = 0.85
+FULL_SOCKET = 0.7  # of the bandwidth that attention draws on all cores of a socket, assumed
 
 
 def roofline_of(profile: Profile) -> Roofline:
@@ -36,6 +38,18 @@ def dram_contention(cpu: Profile, link: Profile) -> float:
     asked = cpu.value("bandwidth") * cpu.efficiency["decode_attention"][0].memory
     asked += link.value("bandwidth") * link.efficiency["copy"][0].memory
     return max(1.0, asked / (SUSTAINED_DRAM * cpu.value("bandwidth")))
+
+
+def with_cores(cpu: Profile, cores: int) -> Profile:
+    """``cpu`` with more or fewer cores: flop rate and attention grow with them, attention up to ``FULL_SOCKET``."""
+    if cores < 1:
+        raise InputError(f"cores must be at least 1, got {cores}")
+    more = cores / cpu.value("cores")
+    found = changed(cpu, cores=cores, peak_flops=cpu.value("peak_flops") * more)
+    attention, source = cpu.efficiency["decode_attention"]
+    memory = min(attention.memory * more, max(attention.memory, FULL_SOCKET))
+    scaled = Efficiency(attention.compute, memory), f"{source}; scaled to {cores} cores"
+    return replace(found, efficiency={**cpu.efficiency, "decode_attention": scaled})
 
 
 def machine(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hybridattn.core.device import DecodeStep
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Segment
-from hybridattn.cost.pricing import Together
+from hybridattn.cost.pricing import Constant, PriceModel, Pricing, Together
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 
 EXPOSED = "exposed"
+
+
+def with_exposed(pricing: Pricing, extra_ns: int) -> Pricing:
+    """``pricing`` with ``extra_ns`` more for each linear stage while CPU rows are in flight, and its fingerprint."""
+    if extra_ns < 0:
+        raise InputError(f"exposed time must not be negative, got {extra_ns} ns")
+    if not extra_ns:
+        return pricing
+    models: Mapping[tuple[str, str], PriceModel] = {**pricing.models, (GPU, EXPOSED): Constant(extra_ns)}
+    return replace(pricing, fingerprint=f"{pricing.fingerprint} +{extra_ns / 1e3:g} us a layer", models=models)
 
 
 class PricedStages:

@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from hybridattn.core.errors import InputError
+from hybridattn.cost.catalog import spelt
 from hybridattn.cost.roofline import Efficiency
 from hybridattn.cost.table import Sample, held_out_error
 
@@ -172,25 +173,38 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def shipped_names(role: str | None = None) -> list[str]:
     """Names of the profiles that come with the package, of one role or all."""
-    names = sorted(f.name[:-5] for f in _folder().iterdir() if f.name.endswith(".json"))
-    return [n for n in names if role is None or load_profile(n).role == role]
+    return [n for n in _names() if role is None or load_profile(n).role == role]
+
+
+def _names() -> list[str]:
+    return sorted(f.name[:-5] for f in _folder().iterdir() if f.name.endswith(".json"))
 
 
 def load_profile(name: str | Path, role: str | None = None) -> Profile:
-    """A shipped profile by name, or one from a file (a path that ends in ``.json``)."""
+    """A shipped profile by name (see :func:`~hybridattn.cost.catalog.spelt`), or one from a file (``.json``)."""
     if str(name).endswith(".json"):
         path = Path(name)
         if not path.is_file():
             raise InputError(f"profile file {path} does not exist")
         found = from_json(path.read_text(), str(path))
     else:
-        file = _folder() / f"{name}.json"
-        if "/" in str(name) or not file.is_file():
-            raise InputError(f"profile '{name}' is unknown; shipped are {', '.join(shipped_names())}")
-        found = from_json(file.read_text(), f"profile {name}")
+        known = _names()
+        meant = spelt(str(name), known)
+        if meant is None:
+            raise InputError(f"profile '{name}' is unknown; shipped are {', '.join(known)}")
+        found = from_json((_folder() / f"{meant}.json").read_text(), f"profile {meant}")
     if role is not None and found.role != role:
         raise InputError(f"profile {found.name} describes a {found.role}, a {role} is needed")
     return found
+
+
+def changed(profile: Profile, **values: float) -> Profile:
+    """``profile`` with other values of its quantities, which then are assumed; name and fingerprint say so."""
+    known = {name: profile.quantities[name] for name in values if profile.value(name)}
+    new = {name: Quantity(v, known[name].unit, "assumed", "set by the caller") for name, v in values.items()}
+    said = ", ".join(f"{name} {value:.4g} {known[name].unit}" for name, value in values.items())
+    name, mark = f"{profile.name} ({said})", f"{profile.fingerprint} {said}"
+    return replace(profile, name=name, fingerprint=mark, quantities={**profile.quantities, **new})
 
 
 def check_machine(profile: Profile, fingerprint: str, allow_foreign: bool = False) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
-from hybridattn.cost.catalog import shape
+from hybridattn.cost.catalog import shape, spelt
 from hybridattn.models.config import ARCHITECTURES, DecoderConfig, RopeConfig, read_json
 from hybridattn.models.convert import converted
 
@@ -61,6 +61,9 @@ def resolve(name_or_path: str) -> ModelSource:
             raise InputError(f"model file {path} does not exist")
         changed = f"{path.stat().st_mtime_ns:x}"  # a file of the user's own may be edited in place
         return _folder(name_or_path, converted(path, changed), f"GGUF {path.name}")
+    embedded = spelt(name_or_path, EMBEDDED)
+    if embedded is not None:
+        return _embedded(embedded)
     dummies = ", ".join(DUMMY + shape for shape in DUMMY_SHAPES)
     raise InputError(
         f"model '{name_or_path}' is unknown; give {', '.join(EMBEDDED)}, {dummies}, "
@@ -90,9 +93,10 @@ def _folder(name: str, folder: Path, provenance: str) -> ModelSource:
 
 
 def _dummy(name: str) -> ModelSource:
-    known = name.removeprefix(DUMMY)
-    if known not in DUMMY_SHAPES:
-        raise InputError(f"dummy shape '{known}' is unknown; known shapes: {', '.join(DUMMY_SHAPES)}")
+    said = name.removeprefix(DUMMY)
+    known = spelt(said, DUMMY_SHAPES)
+    if known is None:
+        raise InputError(f"dummy shape '{said}' is unknown; known shapes: {', '.join(DUMMY_SHAPES)}")
     return ModelSource(name, f"random weights in the shape of {known}", dummy=DUMMY_SHAPES[known])
 
 

@@ -39,6 +39,32 @@ class Steady:
     cpu_tpot_ns: float | None
     steps: int
     duration_ns: int
+    cpu_rows: int = 0  # that took part
+
+
+def rows_under(policy: Policy, requests: int, gpu_capacity: int, cpu_capacity: int) -> tuple[int, int]:
+    """Requests that decode on each tier under a policy: first those that the GPU tier holds, then the CPU tier, as far
+    as the policy uses them; the rest waits."""
+    gpu = min(requests, gpu_capacity)
+    if policy.cpu_fraction is not None:  # a forced share, whatever fits
+        gpu = min(gpu_capacity, round(requests * (1 - policy.cpu_fraction)))
+    if GPU_TIER not in policy.tiers:
+        gpu = 0
+    return gpu, min(requests - gpu, cpu_capacity) if CPU_TIER in policy.tiers else 0
+
+
+def steady(
+    costs: Costs,
+    policy: Policy,
+    load: Load,
+    open_device: Callable[[Pricing], Device],
+    warmup: int | None = None,
+    steps: int | None = None,
+) -> Steady:
+    """What ``policy`` does under ``load``: over two steps per layer after one per layer, unless told otherwise."""
+    layers = costs.num_layers + 1
+    run = SteadyRun(costs, costs.pricing, policy, load, open_device)
+    return run.measure(layers if warmup is None else warmup, 2 * layers if steps is None else steps)
 
 
 class SteadyRun:
@@ -147,6 +173,7 @@ class SteadyRun:
             cpu_tpot_ns=len(self._taking_part) * took_ns / cpu if cpu > 1e-9 else None,
             steps=steps,
             duration_ns=took_ns,
+            cpu_rows=len(self._taking_part),
         )
 
     def _prefill_token_ns(self) -> float:

@@ -58,7 +58,9 @@ def test_shipped_profiles_load_with_a_source_for_every_number(name):
 
 def test_what_is_shipped():
     assert {"t4", "a10", "a10g", "l4", "a100-80g", "h100", "h200", "gh200"} == set(shipped_names("gpu"))
-    assert {"xeon-8259cl-8c", "grace-72c", *(f"epyc-7r32-{c}c" for c in (4, 8, 16, 32))} == set(shipped_names("cpu"))
+    fitted = {"xeon-8259cl-8c", "grace-72c", *(f"epyc-7r32-{c}c" for c in (4, 8, 16, 32))}
+    current = {"epyc-9654-96c", "epyc-9755-128c", "xeon-8480p-56c", "xeon-6980p-128c", "ryzen-9950x-16c"}
+    assert fitted | current == set(shipped_names("cpu"))
     assert {"pcie3-x16", "pcie4-x16", "pcie5-x16", "nvlink-c2c"} == set(shipped_names("link"))
 
 

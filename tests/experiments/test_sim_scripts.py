@@ -14,6 +14,7 @@ from experiments.points.apex import verdict as apex_verdict
 from experiments.points.grid import CPU_GB_S, PLACES, RATIOS, goals
 from experiments.points.speed import LAYOUTS
 from experiments.run import main
+from experiments.wording import respelt
 from hybridattn.core.errors import InputError
 from hybridattn.cost.machine import machine
 
@@ -168,7 +169,18 @@ def test_a_place_is_a_hardware_file_a_model_and_a_context():
     place = Place.parse("a10/llama3.1-8b/1000")
     assert place.costs() == priced("llama3.1-8b", machine("a10", "epyc-7r32-16c", "pcie4-x16"))
     assert Place.parse("a10/llama3.1-8b/1000/30").more == 30 and str(place) == "a10 llama3.1-8b ctx 1000"
+    assert Place.parse("A100-80G/Llama-3.1-8B/1000") == Place.parse("a100/llama31-8b/1000")
     with pytest.raises(InputError, match="must read hardware/model/context, got 'a10/llama3.1-8b'"):
         Place.parse("a10/llama3.1-8b")
     with pytest.raises(InputError, match="names the hardware 'b10'; known are a10,"):
         Place.parse("b10/llama3.1-8b/1000").costs()
+    with pytest.raises(InputError, match="two requests do not fit into the 1,761 tokens of KV on the GPU"):
+        Place.parse("t4/llama2-7b/900").gpu_rows(1.0, 40)
+
+
+def test_models_and_cards_may_be_spelt_as_elsewhere():
+    assert respelt("model=llama3.1-8b,Llama-2-7B") == "model=llama31-8b,llama2-7b"
+    assert respelt("model=smollm2-135m") == "model=smollm2"
+    assert respelt("hardware=a100-80g,A10G,a10g_4c,T4") == "hardware=a100,a10g_16c,a10g_4c,t4"
+    for word in ("model=gpt-5", "hardware=here", "settings.context=400", "hardware.gpu=h200", "-m"):
+        assert respelt(word) == word
