@@ -84,6 +84,46 @@ def split_layer(costs: Costs, rows: int, tokens: int) -> SplitLayer:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SplitOutlook:
+    """What requests over both tiers promise, by closed forms.
+
+    Attributes
+    ----------
+    case : see :func:`split_case`
+    cold_tokens : what is best cold, all requests together
+    gain : throughput over ``over``
+    """
+
+    case: int
+    cold_tokens: int
+    gain: float
+    over: str
+
+    def __str__(self) -> str:
+        why = ("GPU memory limits the batch", "everything fits", "not even one request fits on the GPU")[self.case - 1]
+        return f"case {self.case}, {why}: {self.cold_tokens:,} cold tokens, {self.gain:.2f}x {self.over}"
+
+
+def split_outlook(costs: Costs, requests: int, context: int, gpu_tokens: int) -> SplitOutlook:
+    """Which case ``requests`` requests of ``context`` tokens are beside ``gpu_tokens`` tokens of room, and its gain."""
+    case = split_case(requests, context, gpu_tokens)
+    if case == 3:
+        layer, cold = split_layer(costs, 1, context), context - gpu_tokens
+        return SplitOutlook(
+            3, cold, layer.layer_ns(0, context) / layer.layer_ns(gpu_tokens, cold), "the CPU tier alone"
+        )
+    rows = min(requests, gpu_tokens // context)
+    hot = rows * context
+    layer = split_layer(costs, rows, hot)
+    if case == 2:
+        cold = round(layer.best_share(hot) * hot)
+        return SplitOutlook(2, cold, layer.layer_ns(hot, 0) / layer.layer_ns(hot - cold, cold), "GPU-only")
+    wanting = (requests - rows) * context
+    cold = wanting if layer.more_pays(hot) else min(wanting, int(layer.hidden(hot)))
+    return SplitOutlook(1, cold, (hot + cold) / hot * layer.layer_ns(hot, 0) / layer.layer_ns(hot, cold), "GPU-only")
+
+
 def split_case(requests: int, context: int, gpu_tokens: int) -> int:
     """Which case of docs/crossover.md, section 6, a load is.
 

@@ -18,6 +18,7 @@ from hybridattn.cost.parallel import check_gpus, parallel_machine, together
 from hybridattn.cost.priced_stages import with_exposed
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.room import GB, Room, check_context, room
+from hybridattn.cost.split import SplitOutlook, split_outlook
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.planning.predict import by_simulation, open_priced
 from hybridattn.planning.steady import rows_under, steady
@@ -121,6 +122,7 @@ class Site:
 class Plan:
     """What fits where, for one machine, model, context and concurrency, what limits, and what every policy does.
 
+    split : what requests over both tiers promise (policy ``split``)
     capacity_bound : what CPU help could gain at most, where all fits on the GPU
     """
 
@@ -141,6 +143,7 @@ class Plan:
     reason: str
     best: str
     outcomes: Mapping[str, Outcome]
+    split: SplitOutlook
     capacity_bound: float | None = None
     warnings: tuple[str, ...] = ()
 
@@ -159,6 +162,7 @@ class Plan:
         ]
         if self.capacity_bound is not None:
             lines.append(f"  all fits           CPU help could gain at most {self.capacity_bound:.2f}x, before copies")
+        lines.append(f"  over both tiers    {self.split}, by closed forms (policy split)")
         lines += [f"  note               {w}" for w in self.warnings]
         lines += ["", f"  {'policy':15}{'tokens/s':>10}{'gain':>7}{'TPOT GPU rows':>16}{'TPOT CPU rows':>16}  remarks"]
         return "\n".join(lines + [self._line(o) for o in self.outcomes.values()])
@@ -247,6 +251,7 @@ def plan(
         reason=reason,
         best=best,
         outcomes=outcomes,
+        split=split_outlook(site.costs, concurrency, context, site.room.gpu_tokens),
         capacity_bound=None if cpu_rows else _capacity_bound(site.costs, load),
         warnings=_warnings(load, outcomes[best], concurrency),
     )

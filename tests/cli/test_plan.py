@@ -47,6 +47,22 @@ def test_a_plan_warns_where_offload_does_not_pay(capsys):
     assert "offload will not pay" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--gpu", "a10", "--concurrency", "64"],
+            r"case 1, GPU memory limits the batch: [\d,]+ cold tokens, 1\.\d\dx GPU-",
+        ),
+        (["--gpu", "gh200", "--concurrency", "32"], r"case 2, everything fits: [\d,]+ cold tokens, 1\.\d\dx GPU-only"),
+        (["--gpu", "a10", "--context", "131072", "--concurrency", "1"], r"case 3, .*, 1\.\d\dx the CPU tier alone"),
+    ],
+)
+def test_a_plan_says_which_case_of_both_tiers_it_is(argv, says, capsys):
+    plan(*argv)
+    assert re.search(f"over both tiers    {says}", capsys.readouterr().out)
+
+
 def test_a_plan_as_json(capsys):
     plan("--gpu", "A10", "--model", "Llama-3.1-8B", "--json")
     found = json.loads(capsys.readouterr().out)
