@@ -59,9 +59,13 @@ def kv_room(app: App) -> Room:
 
 def policy_of(app: App, costs: Costs | None = None) -> Policy:
     """The policy of ``policy``: its ``_target_`` is a name of the registry or an import path."""
-    target = import_path(app.policy._target_)
     predict = by_simulation() if costs is not None else None  # for the policies that plan
-    return make_policy(target, costs, predict, **{k: v for k, v in app.policy.options.items() if v is not None})
+    return make_policy(import_path(app.policy._target_), costs, predict, **policy_options(app))
+
+
+def policy_options(app: App) -> dict[str, Any]:
+    """Options of ``policy`` that are given."""
+    return {k: v for k, v in app.policy.options.items() if v is not None}
 
 
 def import_path(target: str) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from cpu_kernels import backends
-from experiments.build import policy_of
+from experiments.build import import_path, policy_options
 from experiments.schema import App
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.errors import DeviceError, InputError
@@ -67,11 +67,11 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     """
     model = shared_model(app)
     pages = -(-(prompt_tokens + output_tokens) // PAGE)
-    policy = policy_of(app)
     with LLM(
         model=model,
         device=app.device.name,
-        policy=policy,
+        policy=import_path(app.policy._target_),
+        policy_options=policy_options(app),
         dtype=app.model.dtype,
         gpu_kv_blocks=gpu_rows * pages,
         cpu_kv_blocks=total * pages,
@@ -88,13 +88,14 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
         llm.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
         llm.trace(), llm.take_records()
         outputs = llm.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True))
-        trace, records = checked_trace(llm), llm.take_records()
+        trace, records, layouts = checked_trace(llm), llm.take_records(), llm.policy.steps_by_layout
     found = run_metrics(records, trace)
     on_cpu = sum(o.tier == CPU_TIER for o in outputs)
     return {
         "kind": found.kind, "device": found.device, "profile": found.profile,
         "gpu_rows": gpu_rows, "cpu_rows": on_cpu, "requests": total, "num_layers": records.num_layers,
         "attention_backend": app.device.backend, "attention_approximate": backends.approximate(app.device.backend),
+        "steps_by_layout": ", ".join(f"{layout}: {steps}" for layout, steps in layouts.items()),
         "tokens_per_s": found["output_tokens_per_s"],
         **{name: found[name] for name in KEPT},
     }  # fmt: skip

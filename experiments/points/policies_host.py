@@ -24,6 +24,8 @@ from hybridattn.metrics.report import run_metrics
 PAGE = 32
 SOON_NS = 2_000_000_000  # "from the first second on": what comes within two of them is a figure of its own
 PLANNED = ("adaptive", "auto")
+BEST, BESIDE = 0.97, 0.98  # goals: adaptive over the best fixed policy, auto over gpu_only
+MOST_SHOWN = 16  # decisions, where a goal is missed
 TEXTS = (
     "The capital of France is", "1, 2, 3,", "Once upon a time", "Water boils at", "The sun rises in the",
     "My favourite season is", "A triangle has", "The largest ocean is", "To bake bread you need", "The year has",
@@ -32,7 +34,11 @@ TEXTS = (
 
 
 class Case(NamedTuple):
-    """Requests, tokens of each prompt (0: a real text) and answer, and requests that the GPU tier has pages for."""
+    """Requests, tokens of each prompt (0: a real text) and answer at most, and requests that the GPU tier has room for.
+
+    Real texts are answered to the end. Else the prompts count as read and the rows decode for two seconds: whatever is
+    chosen late is lost.
+    """
 
     requests: int
     prompt: int
@@ -42,17 +48,17 @@ class Case(NamedTuple):
 
 CASES = {
     "text": Case(12, 0, 40, 5),
-    "text-long-answers": Case(8, 0, 100, 3),
     "text-few": Case(4, 0, 40, 2),
-    "steady-64": Case(8, 64, 24, 4),
-    "steady-64-most-on-cpu": Case(12, 64, 24, 2),
-    "steady-400": Case(6, 400, 24, 2),
-    "steady-400-most-on-gpu": Case(6, 400, 24, 4),
-    "steady-1000": Case(4, 1000, 24, 2),
-    "steady-1000-most-on-cpu": Case(4, 1000, 24, 1),
-    "steady-2000": Case(3, 2000, 24, 1),
-    "steady-2000-long-answers": Case(2, 2000, 80, 1),
-    "all-fit": Case(4, 64, 40, 4),
+    "steady-64": Case(8, 64, 64, 4),
+    "steady-64-most-on-cpu": Case(12, 64, 64, 2),
+    "steady-64-one-each": Case(2, 64, 64, 1),
+    "steady-400": Case(6, 400, 64, 2),
+    "steady-400-most-on-gpu": Case(6, 400, 64, 4),
+    "steady-1000": Case(4, 1000, 64, 2),
+    "steady-1000-most-on-cpu": Case(8, 1000, 64, 1),
+    "steady-2000": Case(3, 1980, 64, 1),
+    "steady-2000-many": Case(12, 1980, 64, 4),
+    "all-fit": Case(4, 64, 64, 4),
 }
 
 
@@ -82,23 +88,31 @@ def point(app: App, settings: PoliciesHostSettings) -> dict[str, Any]:
     planned: dict[str, Any] = {"profile": settings.profile or None} if name in PLANNED else {}
     with LLM(
         model=model, device=app.device.name, policy=name, dtype=app.model.dtype, page_size=PAGE,
-        gpu_kv_blocks=case.on_gpu * pages, cpu_kv_blocks=max(1, case.requests * pages), max_model_len=4096 // 2,
+        gpu_kv_blocks=case.on_gpu * pages, cpu_kv_blocks=max(1, case.requests * pages), max_model_len=2048,
         op_timeout_s=300.0, **planned,
     ) as llm:  # fmt: skip
-        llm.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
+        llm.generate([p[:8] for p in prompts[:2]], SamplingParams(max_tokens=2, ignore_eos=True))
         llm.trace(), llm.take_records()
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=case.output, ignore_eos=True))
+        start_ns = llm.device.now_ns()
+        with llm.start(prompts, SamplingParams(max_tokens=case.output, ignore_eos=True)) as call:
+            for request in llm.engine.scheduler.queues.waiting if case.prompt else ():
+                request.num_computed = request.num_tokens - 1  # as if its prompt had been read: its pages hold zeros
+            while not call.ended and not (case.prompt and llm.device.now_ns() - start_ns >= SOON_NS):
+                next(call, None)
+            took_ns = llm.device.now_ns() - start_ns
+        outputs = call.outputs()
         trace, records, chosen = llm.trace(), llm.take_records(), repr(llm.policy)
     found = run_metrics(records, trace)
-    start_ns = min(o.record.arrival_ns for o in outputs)
-    soon = sum(t - start_ns <= SOON_NS for o in outputs for t in o.record.token_ns)
+    times_ns = [t - start_ns for o in outputs for t in o.record.token_ns]
     return {
         "kind": found.kind, "device": found.device, "profile": found.profile, "case": settings.case,
         "requests": case.requests, "gpu_room": case.on_gpu, "cpu_rows": sum(o.tier == CPU_TIER for o in outputs),
-        "tokens_per_s": found["output_tokens_per_s"], "first_2s_tokens_per_s": soon / (SOON_NS / 1e9),
+        "tokens_per_s": len(times_ns) / took_ns * 1e9,
+        "first_2s_tokens_per_s": sum(t <= SOON_NS for t in times_ns) / min(took_ns, SOON_NS) * 1e9,
         "tpot_gpu_tier_mean_ns": found["tpot_gpu_tier_mean_ns"],
         "tpot_cpu_tier_mean_ns": found["tpot_cpu_tier_mean_ns"],
-        "completed": found["completed"], "failed": found["failed"], "chosen": chosen if name in PLANNED else "",
+        "failed": sum(o.error is not None for o in outputs), "chosen": chosen if name in PLANNED else "",
+        "decisions": " | ".join(f"{(c.at_ns - start_ns) / 1e9:.2f} s: {c}" for c in records.layouts),
     }  # fmt: skip
 
 
@@ -110,38 +124,59 @@ def _prompts(case: Case, model: Any) -> list[list[int]]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Medians for each case, the share of the best fixed policy that the planned ones reach, and what they chose."""
+    """Per case the medians with their ranges, and what the planned policies reach of the alternatives.
+
+    Shares are medians over the repeats, each of runs that followed one another: a machine drifts. Where a goal is
+    missed, the decisions say why.
+    """
     cases: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for r in rows:
         cases.setdefault(r["case"], {}).setdefault(r["policy"], []).append(r)
-    lines, shares, beside = [], [], []
+    lines: list[str] = []
+    goals: dict[str, list[tuple[float, str]]] = {"adaptive": [], "auto": []}
     for case, policies in cases.items():
-        middle = {p: statistics.median(r["tokens_per_s"] for r in runs) for p, runs in policies.items()}
-        fixed = {p: v for p, v in middle.items() if p not in PLANNED}
+        fixed = {p: _middle(runs, "tokens_per_s") for p, runs in policies.items() if p not in PLANNED}
         if not fixed:
             continue
         best = max(fixed, key=lambda p: fixed[p])
-        lines.append(f"{case}: best fixed {best} {fixed[best]:.1f} tokens/s")
+        lines.append(f"{case}: best fixed {best} {fixed[best]:.1f} tokens/s, {len(policies[best])} runs each")
         for policy, runs in policies.items():
-            values = [r["tokens_per_s"] for r in runs]
-            soon = statistics.median(r["first_2s_tokens_per_s"] for r in runs)
-            lines.append(
-                f"  {policy:<14} {middle[policy]:7.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} runs)  "
-                f"{middle[policy] / fixed[best]:5.2f} of the best fixed  first 2 s {soon:6.1f}"
-                + (f"  {runs[-1]['chosen']}" if runs[-1]["chosen"] else "")
-            )
-        if "adaptive" in middle:
-            shares.append((middle["adaptive"] / fixed[best], case))
-        if "auto" in middle and "gpu_only" in fixed:
-            beside.append((middle["auto"] / fixed["gpu_only"], case))
-    if shares:
-        low, where = min(shares)
-        ahead = sum(s >= 1.03 for s, _ in shares)
+            low, middle, high = _range([r["tokens_per_s"] for r in runs])
+            line = f"  {policy:<14} {middle:7.1f} ({low:.1f} to {high:.1f})"
+            for name, title in (("tokens_per_s", "of the best fixed"), ("first_2s_tokens_per_s", "in the first 2 s")):
+                shares = _shares(runs, policies[best], name)
+                line += "  {1:5.2f} ({0:.2f} to {2:.2f}) ".format(*_range(shares)) + title if shares else ""
+            lines.append(line + (f"  {runs[-1]['chosen']}" if runs[-1]["chosen"] else ""))
+        for policy, against, goal in (("adaptive", best, BEST), ("auto", "gpu_only", BESIDE)):
+            if policy not in policies or against not in policies:
+                continue
+            share = statistics.median(_shares(policies[policy], policies[against], "tokens_per_s") or [0.0])
+            goals[policy].append((share, case))
+            if share < goal:
+                lines.append(f"  {policy} misses {goal:g} of {against}; its decisions in the last run:")
+                lines += [f"    {d}" for d in policies[policy][-1]["decisions"].split(" | ")[:MOST_SHOWN]]
+    if goals["adaptive"]:
+        (low, where), ahead = min(goals["adaptive"]), sum(s >= 1.03 for s, _ in goals["adaptive"])
         lines.append(
-            f"adaptive: at least {low:.2f} of the best fixed policy (goal: 0.97), lowest in {where}; "
-            f"1.03 or more in {ahead} of {len(shares)} cases"
+            f"adaptive: at least {low:.2f} of the best fixed policy (goal: {BEST:g}), lowest in {where}; "
+            f"1.03 or more in {ahead} of {len(goals['adaptive'])} cases"
         )
-    if beside:
-        low, where = min(beside)
-        lines.append(f"auto: at least {low:.2f} of gpu_only (goal: 0.98), lowest in {where}")
+    if goals["auto"]:
+        low, where = min(goals["auto"])
+        lines.append(f"auto: at least {low:.2f} of gpu_only (goal: {BESIDE:g}), lowest in {where}")
     return lines
+
+
+def _middle(runs: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.median(r[name] for r in runs)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lowest, median, highest."""
+    return min(values), statistics.median(values), max(values)
+
+
+def _shares(runs: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Of each run over the other policy's of the same repeat; where that has none, it is left out."""
+    theirs = {r["repeat"]: r[name] for r in against}
+    return [r[name] / theirs[r["repeat"]] for r in runs if theirs.get(r["repeat"])]

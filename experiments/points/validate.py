@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.build import policy_of
+from experiments.build import import_path, policy_of, policy_options
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.calibration.bench import TIMEOUT_NS, Bench
@@ -25,8 +25,11 @@ from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.sim import SimDevice
+from hybridattn.executor.executor import Executor
+from hybridattn.planning.choice import PolicyChoice
 from hybridattn.planning.steady import SteadyRun
-from hybridattn.policies.base import Policy
+from hybridattn.policies.adaptive import Adaptive
+from hybridattn.policies.base import Policy, StepView
 from hybridattn.policies.load import Load
 
 
@@ -53,9 +56,16 @@ def point(app: App, settings: ValidateSettings) -> dict[str, Any]:
     profile = load_profile(path, "machine")
     with Bench(app.model.load, app.model.dtype, max(s.gpu_rows, s.cpu_rows, 16)) as bench:
         costs = costs_of(bench, profile, fingerprint())
-        policy = policy_of(app, costs)
+        policy, planner = policy_of(app, costs), None
+        if isinstance(policy, Adaptive):  # as an LLM makes it
+            choice = PolicyChoice(import_path(app.policy._target_), policy_options(app), profile)
+            policy, planner = choice.make(bench.shape, app.model.dtype, app.model.dtype, fingerprint())
         cpu_rows = s.cpu_rows if CPU_TIER in policy.tiers else 0
-        measured = measure(bench, policy, s, cpu_rows)
+        try:
+            measured = measure(bench, policy, s, cpu_rows)
+        finally:
+            if planner is not None:
+                planner.close()
     simulated = simulate(costs, profile, policy_of(app, costs), s, cpu_rows)
     return {
         "kind": "measured",
@@ -76,11 +86,22 @@ def measure(bench: Bench, policy: Policy, s: ValidateSettings, cpu_rows: int) ->
     for number in range(s.warmup + s.steps):
         if number == s.warmup:
             start_ns, tokens = bench.device.now_ns(), executor.tokens
-        executor.run(batch, tuple(CpuRow(r, s.context - 1) for r in requests if not r.in_flight))
+        idle = tuple(CpuRow(r, s.context - 1) for r in requests if not r.in_flight)
+        executor.run(batch, idle, _view(executor, s, cpu_rows) if "begin" in policy.hooks else None)
     took_ns = bench.device.now_ns() - start_ns
     made = executor.tokens - tokens
     bench.device.drain(TIMEOUT_NS)
     return made / took_ns * 1e9
+
+
+def _view(executor: Executor, s: ValidateSettings, cpu_rows: int) -> StepView:
+    """What a policy that plans sees before a step."""
+    rows = s.gpu_rows, s.gpu_rows * s.context, cpu_rows, cpu_rows * s.context
+    forecast = executor.forecast
+    return StepView(
+        executor.step_number, executor.device.now_ns(), *rows, 0, executor.tokens, forecast.cpu_factor,
+        gpu_factor=forecast.gpu_factor,
+    )  # fmt: skip
 
 
 def simulate(costs: Costs, profile: Profile, policy: Policy, s: ValidateSettings, cpu_rows: int) -> float:

@@ -11,7 +11,8 @@ from hybridattn.calibration.samples import AXES, samples_of, thinned
 from hybridattn.cost.profile import measured_profile, save_profile
 from hybridattn.devices.fingerprint import fingerprint
 
-SHRUNK = ["repeats=1", "policy=gpu_only,sync_offload", "settings.gpu_rows=2", "settings.cpu_rows=2"]
+POLICIES = ("gpu_only", "sync_offload", "adaptive")
+SHRUNK = ["repeats=1", f"policy={','.join(POLICIES)}", "settings.gpu_rows=2", "settings.cpu_rows=2"]
 SHRUNK += ["settings.context=64", "settings.warmup=1", "settings.steps=2"]
 
 
@@ -36,7 +37,7 @@ def test_the_simulator_is_held_against_this_machine(tmp_path, profile):
     assert main(["+experiment=validate", f"results_root={tmp_path}", f"settings.profile={profile}", *SHRUNK]) == 0
     folder = tmp_path / "validate" / "latest"
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert [(r["policy"], r["decoding_cpu_rows"]) for r in rows] == [("gpu_only", 0), ("sync_offload", 2)]
+    assert [(r["policy"], r["decoding_cpu_rows"]) for r in rows] == list(zip(POLICIES, (0, 2, 2), strict=True))
     for row in rows:
         ratio = row["simulated_tokens_per_s"] / row["measured_tokens_per_s"]
         assert row["simulated_over_measured"] == pytest.approx(ratio) and 0.05 < ratio < 20  # not a claim: same units
