@@ -20,6 +20,7 @@ from experiments.finish import finish
 from experiments.track import track
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
+from hybridattn.core.machine_load import others_now
 
 POINTS = "hydra_plugins.hybridattn_points.PointSweeper"  # the sweeper that knows all points before it runs one
 
@@ -63,6 +64,8 @@ class Results(Callback):
             finish(folder, config, Console())
         except InputError as error:
             trouble = str(error)
+        except OSError as error:  # a full disk, most likely: the rows that were written stay
+            trouble = f"what follows from the rows could not be written: {error}"
         track(folder, config.tracker, Console())
         code = report(folder, trouble)
         stops = code == INTERRUPTED or (code and config.fail_fast)
@@ -79,6 +82,8 @@ def report(folder: ResultFolder, trouble: str = "") -> int:
     if missing:
         lines.append(f"{stopped or 'stopped'}: {missing} points have not run; go on with resume=true")
     lines += [trouble] if trouble else []
+    if any(r.get("kind") == "measured" for r in folder.rows()):
+        lines.append(f"after it, {others_now()}")
     say(*lines, f"{states.count('ok')} points ran, {failed} failed; results: {folder.path}")
     if stopped == "interrupted":
         return INTERRUPTED

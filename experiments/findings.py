@@ -19,6 +19,7 @@ from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.outcome import outcome
 from hybridattn.analysis.series import Panel, Question, Series
 from hybridattn.core.errors import InputError
+from hybridattn.core.machine_load import BUSY
 
 ENOUGH = 0.05  # what a doubling of a ladder must bring to be worth it
 POINTS_SHOWN = 3
@@ -94,6 +95,16 @@ def verdict_lines(config: Any, rows: Rows) -> list[str]:
     return lines
 
 
+def busy_lines(rows: Rows) -> list[str]:
+    """Measured rows beside which other work ran."""
+    shares = [float(r["others_cpu_fraction"]) for r in rows if r.get("others_cpu_fraction") is not None]
+    busy = [share for share in shares if share >= BUSY]
+    if not busy:
+        return []
+    return [f"measured on a busy machine: beside {len(busy)} of {len(shares)} points other work used {BUSY:.0%} or "
+            f"more of the cpus, {max(busy):.0%} at most (column others_cpu_fraction)"]  # fmt: skip
+
+
 def failure_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Failed points as lines, those with one and the same message together."""
     return [f"failed: {points}: {error}" for points, error in failures(rows)]
@@ -110,6 +121,6 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 def _points(ids: Sequence[str]) -> str:
     if len(ids) == 1:
-        return ids[0]
+        return ids[0] or "the only point"
     rest = len(ids) - POINTS_SHOWN
     return f"{len(ids)} points ({' | '.join(ids[:POINTS_SHOWN])}{f' | and {rest} more' if rest > 0 else ''})"

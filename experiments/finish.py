@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from experiments.findings import panel_lines, verdict_lines
+from experiments.findings import busy_lines, panel_lines, verdict_lines
 from experiments.published import published_lines
 from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing
@@ -40,11 +40,11 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     except InputError as error:
         trouble = error
     folder.write_json("verdict.json", own)
-    lines: list[str] = []
+    lines = busy_lines(results.rows)
     if question is not None and panels:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
         _draw(folder, config, question, panels, found)
-        lines = [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis)]
+        lines += [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis)]
         lines += _further(results, config)
     if lines or own or panels:
         kinds = ", ".join(dict.fromkeys(str(r.get("kind")) for r in good(results.rows)))

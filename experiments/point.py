@@ -19,6 +19,7 @@ from experiments.settings import find
 from experiments.wording import among, key_of
 from hybridattn.analysis.results import ResultFolder, finite
 from hybridattn.core.errors import InputError
+from hybridattn.core.machine_load import OthersLoad
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -89,9 +90,12 @@ def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]
     }  # fmt: skip
     plain = {k: v for k, v in app.settings.items() if isinstance(v, PLAIN)} | at
     error: Exception | None = None
+    others = OthersLoad()
     try:
         point = find(app.point, "point")
         result = {"status": "ok", "error": None, "traceback": None, **plain, **point(app, point.settings(app.settings))}
+        if result.get("kind") == "measured":
+            result["others_cpu_fraction"] = others.share()
     except Exception as caught:  # a failed point is a row: the sweep goes on and ends with a non-zero exit code
         error = caught
         text = f"{type(caught).__name__}: {caught}"

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import folders as companion_folders
-from experiments.findings import failures
+from experiments.findings import busy_lines, failures
 from experiments.tables import blocks, cells
 from hybridattn.analysis.crossing import gains
 from hybridattn.analysis.results import ResultFolder
@@ -182,11 +182,15 @@ WORDS = {
     "GPU rows, CPU rows": "requests whose K,V lie on the GPU, and requests whose K,V lie in host memory, where the CPU "
                           "computes their attention",
     "gain": "throughput over that of the baseline at the same point: 1.10x is a tenth more. The range behind it is the "
-            "95 % interval; without one, the difference may be noise wherever it was measured",
+            "95 % interval",
     "TPOT": "time per output token of a request: what its reader waits for each word",
     "pays from": "the point of the x axis from which the gain is above 1",
-    "simulated, measured": "computed by the simulator from profiles of machines, or timed on a real device",
 }  # fmt: skip
+
+KINDS = {
+    "simulated": "computed by the simulator from profiles of machines; nothing is noise",
+    "measured": "timed on a real device; a difference without an interval may be noise",
+}
 
 
 def _words(rows: list[dict[str, Any]], question: Question | None) -> Table:
@@ -194,7 +198,8 @@ def _words(rows: list[dict[str, Any]], question: Question | None) -> Table:
     names = dict.fromkeys(str(row["policy"]) for row in rows)
     policies = [(n, " ".join((POLICIES[n].__doc__ or "").partition("\n\n")[0].replace("``", "").split()))
                 for n in names if n in POLICIES]  # fmt: skip
-    return [*policies, *(WORDS.items() if question is not None else ())]
+    kinds = [(kind, KINDS[kind]) for kind in dict.fromkeys(str(r.get("kind")) for r in rows) if kind in KINDS]
+    return [*policies, *(WORDS.items() if question is not None else ()), *kinds]
 
 
 def _settings(rows: list[dict[str, Any]], config: DictConfig) -> Table:
@@ -217,6 +222,7 @@ def _facts(folder: ResultFolder, rows: list[dict[str, Any]]) -> Table:
         ("device", ", ".join(origin.devices)),
         ("profile", ", ".join(origin.profiles)),
         ("commit", ", ".join(origin.commits)),
+        *(("machine", line) for line in busy_lines(rows)),
         ("launcher", ", ".join(sorted({r["launcher"] for r in rows}))),
         ("time in points", f"{sum(r.get('took_s') or 0 for r in rows):.1f} s"),
         ("folder", folder.path.name),

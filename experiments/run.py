@@ -20,8 +20,16 @@ if not __package__:  # run as a file, from any folder, as Hydra's tab completion
     sys.path[0] = str(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
-import hydra  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+from hybridattn.core.extras import why_missing  # noqa: E402
+
+try:
+    import hydra
+    from omegaconf import DictConfig
+except ModuleNotFoundError as absent:
+    if why_missing(absent) is None:
+        raise
+    print(f"experiments.run: {why_missing(absent)}", file=sys.stderr)
+    sys.exit(2)
 
 from experiments import point  # noqa: E402
 from experiments.also import closing  # noqa: E402
@@ -70,8 +78,10 @@ def one(words: list[str]) -> Ended:
         return _refused(str(error), 2)
     except HybridAttnError as error:
         return _refused(str(error), 1)
+    except OSError as error:
+        return _refused(f"reading or writing failed: {error}", 1)
     except Exception as error:
-        return _refused(composition_error(words, error), 2)
+        return _refused(why_missing(error) or composition_error(words, error), 2)
     return Ended(0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from experiments.projection import duration, seconds_per_point, workers
 from experiments.wording import key_of, sentence
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
+from hybridattn.core.machine_load import others_now
 from hybridattn.policies.registry import policy_class
 
 WATCH_S = 0.2
@@ -69,6 +70,8 @@ class Sweep:
         done = {r["point_id"] for r in folder.rows() if r.get("status") == "ok"}
         left = [point for point, key in zip(axes.points, ids, strict=True) if key not in done]
         self._project(folder, len(left), len(done))
+        if left and config.device.name != "sim":
+            say(f"before it, {others_now()}")
         if not left:
             return []
         with _progress(folder, str(config.name), len(ids), len(done)):
@@ -169,6 +172,10 @@ class Sweep:
             folder.write_json("sweep.json", {**document, "stopped": "interrupted"})
         except InputError:
             raise
+        except OSError as error:
+            why = f"reading or writing failed: {error}"
+            with suppress(OSError):  # the same disk
+                folder.write_json("sweep.json", {**document, "stopped": why})
         except Exception as error:  # a worker process was killed, a cluster went away: the rows that came are kept
             name = self.config.hydra.runtime.choices["hydra/launcher"]
             why = f"the launcher {name} failed ({type(error).__name__}: {error})"
@@ -195,8 +202,15 @@ def _progress(folder: ResultFolder, name: str, total: int, done: int) -> Iterato
         stop = threading.Event()
 
         def watch() -> None:
+            tenths = 10 * done // max(1, total)
             while not stop.wait(WATCH_S):
-                progress.update(task, completed=len(folder.rows()))
+                ran = len(folder.rows())
+                progress.update(task, completed=ran)
+                if (
+                    not progress.console.is_terminal or progress.console.is_dumb_terminal
+                ) and 10 * ran // total > tenths:  # a notebook, a log
+                    tenths = 10 * ran // total
+                    say(f"{name}: {ran} of {total} points")
             progress.update(task, completed=len(folder.rows()))
 
         watcher = threading.Thread(target=watch, daemon=True)

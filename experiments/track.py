@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
+from experiments.ended import say
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
 NAMES = ("none", "wandb")
 MODES = ("offline", "online")
+RUN_S = 2.0  # more time for each point, which is a run of its own
 
 
 def check(tracker: Any) -> None:
@@ -44,16 +47,20 @@ def track(folder: ResultFolder, tracker: Any, console: Console) -> bool:
     process = subprocess.Popen(
         argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    limit_s = tracker.timeout_s + RUN_S * len(folder.rows())
     try:
-        _, err = process.communicate(timeout=tracker.timeout_s)
+        _, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        _warn(console, folder, f"wandb did not end within {tracker.timeout_s:g} s")
+        _warn(console, folder, f"wandb did not end within {limit_s:g} s")
         return False
     finally:
         _end(process)
     if process.returncode:
         last = next((line for line in reversed(err.splitlines()) if line.strip()), "no message")
         _warn(console, folder, f"wandb ended with code {process.returncode}: {last.strip()}")
+    elif tracker.mode == "offline":
+        runs = shlex.quote(str(folder.path / "wandb")) + "/offline-run-*"
+        say(f"wandb: a run per point in {runs}; send them with: wandb sync {runs}")
     return process.returncode == 0
 
 

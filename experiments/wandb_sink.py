@@ -16,49 +16,50 @@ STATE = "wandb.json"
 
 
 def copy(folder: ResultFolder, project: str, mode: Literal["offline", "online"], tags: Sequence[str]) -> int:
-    """One wandb run per sweep, grouped by experiment; returns how many rows were new.
+    """A wandb run per point, grouped by sweep, and one for the table and the files; returns how many points were new.
 
-    The run's id is drawn once per folder and kept in ``wandb.json``, so that two sweeps of one second never share one,
-    and a resumed sweep adds its new rows to the same run.
+    Ids of runs begin with a text drawn once per folder and kept in ``wandb.json``, so that two sweeps of one second
+    never share one, and a point that ran again replaces its run.
     """
-    file = folder.path / STATE
-    state: dict[str, Any] = folder.read_json(STATE) if file.is_file() else {"id": uuid.uuid4().hex, "copied": {}}
+    state: dict[str, Any] = folder.json(STATE, {"id": uuid.uuid4().hex, "copied": {}})
     sweep = folder.read_json("sweep.json")
+    group = f"{sweep['name']}-{folder.path.name}"
+    about = {k: sweep[k] for k in ("overrides", "commit", "launcher")}
     new = [r for r in folder.rows() if state["copied"].get(r["point_id"]) != r["status"]]
-    run = wandb.init(
-        project=project,
-        mode=mode,
-        id=state["id"],
-        resume="allow" if state["copied"] and mode == "online" else None,
-        group=sweep["name"],
-        name=f"{sweep['name']}-{folder.path.name}",
-        tags=[sweep["name"], *tags],
-        dir=str(folder.path),
-        config={k: sweep[k] for k in ("overrides", "commit", "launcher")},
-    )
-    run.define_metric("point")
-    run.define_metric("*", step_metric="point")  # never wandb's own step, which drops rows that come out of order
+
+    def begin(name: str, config: dict[str, Any], suffix: str) -> Any:
+        return wandb.init(
+            project=project, mode=mode, id=f"{state['id']}-{suffix}", group=group, job_type=sweep["name"], name=name,
+            resume="allow" if mode == "online" else None, tags=[sweep["name"], *tags], dir=str(folder.path),
+            config=config, settings={"silent": True, "x_disable_stats": True, "console": "off"},
+        )  # fmt: skip
+
     for row in new:
-        run.log({"point": row["point"], **_numbers(row)})
+        run = begin(
+            str(row["point_id"]), about | {k: v for k, v in row.items() if not _is_number(v)}, str(row["point"])
+        )
+        run.log({k: v for k, v in row.items() if _is_number(v)})
+        run.finish()
+        state["copied"][row["point_id"]] = row["status"]
+        folder.write_json(STATE, state)
+    run = begin(group, about, "all")
     rows = folder.rows()
     names = sorted({name for row in rows for name in row if name != "traceback"})
-    run.log({"rows": wandb.Table(columns=list(names), data=[[_cell(row.get(name)) for name in names] for row in rows])})
+    columns = [_column([row.get(name) for row in rows]) for name in names]
+    run.log({"rows": wandb.Table(columns=list(names), data=list(map(list, zip(*columns, strict=True))))})
     _add_files(run, folder, sweep["name"])
     run.finish()
-    state["copied"] |= {r["point_id"]: r["status"] for r in new}
-    folder.write_json(STATE, state)
     return len(new)
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """A policy's metrics under its own name, so that curves of policies are told apart."""
-    numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool) and k != "point"}
-    return {f"{row['policy']}/{name}": value for name, value in numbers.items()}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cell(value: Any) -> str | None:
-    """Columns of one type: wandb tables refuse mixed ones."""
-    return None if value is None else str(value)
+def _column(values: Sequence[Any]) -> list[Any]:
+    """A column of one type, which is what wandb's tables take: numbers as they are, all others as text."""
+    numbers = all(value is None or _is_number(value) for value in values)
+    return [None if value is None else float(value) if numbers else str(value) for value in values]
 
 
 def _add_files(run: Any, folder: ResultFolder, name: str) -> None:

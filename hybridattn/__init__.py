@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybridattn.core.extras import why_missing
+
 if TYPE_CHECKING:
     from hybridattn.analysis.sweep_results import open_results
     from hybridattn.core.params import SamplingParams
@@ -27,7 +29,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        try:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if (why := why_missing(error)) is None:
+                raise
+            raise ModuleNotFoundError(f"hybridattn.{name}: {why}", name=error.name) from error
     raise AttributeError(f"module 'hybridattn' has no attribute {name!r}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hybridattn.core.params import NoEffectWarning, SamplingParams
 from hybridattn.core.provenance import git_commit
 from hybridattn.core.records import RunRecords
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
+from hybridattn.core.terminal import CountLine
 from hybridattn.core.trace import Trace
 from hybridattn.cost.profile import Profile
 from hybridattn.devices.registry import open_device
@@ -196,6 +198,8 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Output]:
         """Answer all prompts, batched; outputs in the order of the prompts.
 
@@ -203,6 +207,7 @@ class LLM:
         ----------
         prompts : str, list of str, or list of token id lists
         params : SamplingParams, or one per prompt; default greedy, 16 tokens
+        progress : count answers and tokens on the error stream meanwhile
 
         Raises
         ------
@@ -217,8 +222,7 @@ class LLM:
         self.interrupted = []
         with self.stream(prompts, params) as call:
             try:
-                for _ in call:
-                    pass
+                _count(call) if progress else deque(call, maxlen=0)
             except KeyboardInterrupt:
                 call.close()
                 self.interrupted = call.outputs()
@@ -347,12 +351,23 @@ class LLM:
         if self.device is not None:
             self.device.close(timeout_s)
 
+    def __repr__(self) -> str:
+        return f"<LLM {self.model.config.shape.name} on {self.device.name}, {self.policy.name}>"
+
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         impatient = kind is KeyboardInterrupt and self.engine.broken is not None  # a lane may hang
         self.close(_IMPATIENT_S if impatient else None)
+
+
+def _count(call: Call) -> None:
+    """Runs a call to its end and shows how far it is."""
+    line, tokens, ended, of = CountLine(), 0, 0, call.num_prompts
+    for piece in call:
+        tokens, ended = tokens + 1, ended + (piece.finish_reason is not None)
+        line.show(f"{ended} of {of} answers, {tokens} tokens", last=ended == of)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -9,12 +9,11 @@ import tempfile
 
 from cpu_kernels import jit
 from cpu_kernels.topology import Topology
+from hybridattn.core.extras import MAIN
 from hybridattn.core.folders import CACHE_VARIABLE, cache_dir, why_unwritable
 from hybridattn.core.terminal import is_unicode
 from hybridattn.devices.cuda_presence import why_no_build, why_no_cuda
 
-# What the extra `main` brings, without which no text is generated.
-MAIN = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "psutil")
 # By these, an OpenMP runtime keeps the thread that loads it to some cpus.
 BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 

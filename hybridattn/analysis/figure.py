@@ -54,9 +54,9 @@ class Drawing(Figure):
         self.savefig(file, format="png")
         return file.getvalue()
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """To a PNG or SVG file, the same bytes for the same figure."""
-        self.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        self.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
 def draw_sweep(

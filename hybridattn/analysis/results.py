@@ -106,6 +106,8 @@ def _new_folder(path: Path) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise InputError(f"results cannot be written to {folder}: {error.strerror}") from error
         return folder
     raise InputError(f"1000 runs began within one second under {path.parent}")
 

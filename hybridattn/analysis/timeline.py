@@ -20,7 +20,7 @@ COLOURS = {
 SHORT = {GPU: "gpu.compute", CPU: "cpu.attention", D2H: "gpu.d2h", H2D: "gpu.h2d"}
 
 
-def draw_timeline(trace: Trace, path: Path, window_ns: tuple[int, int], title: str = "") -> Drawing:
+def draw_timeline(trace: Trace, path: str | Path, window_ns: tuple[int, int], title: str = "") -> Drawing:
     """Draw the spans inside ``window_ns`` (start, end on the device's clock) to ``path`` (PNG or SVG).
 
     The title says where the trace comes from.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from hybridattn.cli import calibrate, doctor, generate, plan
 from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.extras import why_missing
 from hybridattn.core.terminal import escape_unprintable, warnings_as_sentences
 
 
@@ -30,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away
         sys.stderr.close()
         return 1
+    except ModuleNotFoundError as error:
+        if why_missing(error) is None:
+            raise
+        print(f"hybridattn: {why_missing(error)}", file=sys.stderr)
+        return 2
     except OSError as error:  # a full disk, most likely: what was written before stays
         print(f"hybridattn: reading or writing failed: {error}", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,20 @@ from hybridattn.calibration.bench import DTYPE, MODEL, Bench
 from hybridattn.calibration.measure import calibrate, check
 from hybridattn.core.errors import InputError
 from hybridattn.core.folders import why_unwritable
+from hybridattn.core.machine_load import OthersLoad, others_now, said
 from hybridattn.cost.here import default_path
 from hybridattn.cost.profile import load_profile, save_profile
 from hybridattn.planning.layout_table import LayoutTable, fill, table_path
 from hybridattn.planning.messages import Setup
 
 FILL_S = 20.0  # for layouts of likely loads, which no run has to ask for then
+TRUSTED = 0.15  # error of a profile from which on predictions by it are worth little
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an ``argparse`` subparsers object."""
     p = commands.add_parser("calibrate", help="measure this machine and write its profile", description=__doc__)
-    p.add_argument("--check", action="store_true", help="measure a few points again and print the error")
+    p.add_argument("--check", action="store_true", help="measure a few points again; 1 above 15 %% of error")
     p.add_argument("--model", default=MODEL)
     p.add_argument("--dtype", default=DTYPE, help="fp32 or bf16 (default %(default)s)")
     p.add_argument("--profile", type=Path, help="file (default: this-machine.json in the user's cache folder)")
@@ -48,22 +51,41 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"the profile cannot be written: {why}; name another file with --profile")
     if not args.check:
         keep_tuning(report=_say)
+    _say(f"before it, {others_now()}")
+    load = OthersLoad()
     with Bench(args.model, args.dtype) as bench:
         if args.check:
-            profile = load_profile(path)
-            for name, measured, predicted in check(bench, profile, bench.device.profile):
-                error = predicted / measured - 1
-                print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})")
-            return 0
-        profile = calibrate(bench, _say)
+            found = check(bench, load_profile(path), bench.device.profile)
+        else:
+            profile = calibrate(bench, _say)
         shape, dtype = bench.shape, bench.dtype
+    _say(f"meanwhile, {said(load.share())}")
+    if args.check:
+        return _checked(found)
     save_profile(profile, path)
     setup = Setup(load_profile(path), shape, dtype)  # as those who plan by it will read it
     fill(LayoutTable(table_path(setup)), setup, FILL_S, _say)
     for key, error in profile.held_out_error.items():
-        print(f"{key:34} held-out error {error:.0%}")
+        print(f"{key:34} held-out error {error:.0%}{_too_far(error)}")
     print(f"wrote {path} after {time.perf_counter() - started:.0f} s ({profile.fingerprint})")
     return 0
+
+
+def _checked(found: Sequence[tuple[str, float, float]]) -> int:
+    """Print measured against predicted; 1 where one of them is too far off."""
+    worst = 0.0
+    for name, measured, predicted in found:
+        error = predicted / measured - 1
+        worst = max(worst, abs(error))
+        print(f"{name:60} measured {measured / 1e3:9.1f} us, profile {predicted / 1e3:9.1f} us ({error:+.0%})"
+              f"{_too_far(error)}")  # fmt: skip
+    if worst > TRUSTED:
+        _say(f"the profile is off by up to {worst:.0%}: calibrate again on a machine at rest")
+    return int(worst > TRUSTED)
+
+
+def _too_far(error: float) -> str:
+    return "" if abs(error) <= TRUSTED else f": above {TRUSTED:.0%}, do not trust what is planned with it"
 
 
 def _say(text: str) -> None:

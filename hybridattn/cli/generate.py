@@ -161,7 +161,7 @@ def _print_json(llm: hybridattn.LLM, prompts: list[str], params: SamplingParams)
     escaped = not is_unicode(sys.stdout)  # as JSON does it: escapes of the stream's own would be no JSON
     outputs: list[Output] = []
     try:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty())
     except KeyboardInterrupt:
         outputs = llm.interrupted
         raise

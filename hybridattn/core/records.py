@@ -93,6 +93,6 @@ class RunRecords:
     """Everything metrics need of one run."""
 
     num_layers: int
-    requests: list[RequestRecord] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    layouts: list[LayoutRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list, repr=False)
+    steps: list[StepRecord] = field(default_factory=list, repr=False)
+    layouts: list[LayoutRecord] = field(default_factory=list, repr=False)

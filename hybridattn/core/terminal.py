@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,23 @@ def is_unicode(stream: TextIO | None) -> bool:
     """Whether every character can be printed there as itself."""
     encoding = getattr(stream, "encoding", None)
     return encoding is None or codecs.lookup(encoding).name.startswith("utf")
+
+
+class CountLine:
+    """One line on ``stream`` (the error stream) that counts on in place, in a terminal and under a notebook's cell."""
+
+    EVERY_S = 0.2
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._next = 0.0
+
+    def show(self, text: str, last: bool = False) -> None:
+        """Replace the line, at most five times a second; ``last`` ends it."""
+        now = time.monotonic()
+        if last or now >= self._next:
+            self._next = now + self.EVERY_S
+            print(f"\r{text}", end="\n" if last else "", file=self._stream, flush=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Trace:
     kind: str
     profile: str
     commit: str
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list, repr=False)
     clock_spread_ns: int = 0
     dropped: int = 0
     layouts: list[LayoutRecord] = field(default_factory=list)

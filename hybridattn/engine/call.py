@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridattn.core.params import SamplingParams
@@ -14,8 +14,10 @@ from hybridattn.core.request import Request
 from hybridattn.engine.engine import Engine
 from hybridattn.metrics.latency import e2el_ns, tpot_ns, ttft_ns
 
+SHOWN = 60  # characters of an answer in its repr
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Output:
     """What a prompt became.
 
@@ -31,8 +33,15 @@ class Output:
     token_ids: tuple[int, ...]
     finish_reason: str
     tier: str
-    record: RequestRecord = field(repr=False)
+    record: RequestRecord
     error: str | None = None
+
+    def __repr__(self) -> str:
+        """The beginning of the text and what became of the request; not the tokens of a long prompt."""
+        text = self.text if len(self.text) <= SHOWN else self.text[:SHOWN] + "..."
+        error = f", {self.error}" if self.error else ""
+        end = f"{len(self.token_ids)} tokens, {self.finish_reason}, {self.tier} tier{error}"
+        return f"<Output {self.request_id}: {text!r}, {end}>"
 
     @property
     def metrics(self) -> dict[str, int | float | None]:
@@ -131,6 +140,11 @@ class Call:
             if not self._pieces:
                 self._end()
         return piece
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it answers."""
+        return len(self._prompts)
 
     def pieces(self) -> Call:
         """The iterator over the tokens, which is the call itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -243,6 +245,18 @@ class Engine:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
+    def _place(self, error: BaseException) -> str:
+        """Where in the policy's own file it was raised, if it was: policies are other people's code."""
+        home = type(self.policy).__module__
+        frames = [
+            (f, line) for f, line in traceback.walk_tb(error.__traceback__) if f.f_globals.get("__name__") == home
+        ]
+        if not frames:
+            return ""
+        frame, line = frames[-1]
+        where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        return f" in {frame.f_code.co_name}() of policy '{self.policy.name}' ({where})"
+
     def step(self) -> list[Event]:
         """One step. Returns the tokens it brought; with nothing to do yet, sleeps until the next arrival."""
         with self.at_work:
@@ -253,7 +267,8 @@ class Engine:
                 self._fail(error)
                 raise
             except BaseException as error:  # Ctrl-C twice, no memory for a plan: ops are in flight that nobody owns
-                cut = DeviceError(f"a step was cut short by {type(error).__name__}: {error}".removesuffix(": "))
+                why = f"a step was cut short by {type(error).__name__}{self._place(error)}: {error}"
+                cut = DeviceError(why.removesuffix(": "))
                 self._fail(cut)
                 if isinstance(error, Exception):
                     raise cut from error

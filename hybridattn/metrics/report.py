@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridattn.core.errors import InputError
@@ -31,7 +31,7 @@ class RunMetrics:
     kind: str
     profile: str
     commit: str
-    values: Mapping[str, int | float | None]
+    values: Mapping[str, int | float | None] = field(repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

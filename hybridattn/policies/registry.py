@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from hybridattn.core.errors import InputError
+from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.adaptive import Adaptive, Auto
 from hybridattn.policies.asymmetric import Asymmetric
@@ -47,7 +47,12 @@ def make_policy(
             raise InputError(f"policy '{policy}' has no option '{option}'; it has {', '.join(known) or 'none'}")
     given = {"costs": costs, "predict": predict}
     options |= {name: value for name, value in given.items() if value is not None and name in known}
-    return cls(**options)
+    try:
+        return cls(**options)
+    except HybridAttnError:
+        raise
+    except Exception as error:  # somebody's class
+        raise InputError(f"policy '{policy}' cannot be made: {type(error).__name__}: {error}") from error
 
 
 def policy_class(name: str) -> type[Policy]:

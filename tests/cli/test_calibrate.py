@@ -48,3 +48,10 @@ def test_an_engine_has_the_page_size_that_was_found_best_unless_given(monkeypatc
     with Bench("dummy:tiny", most_rows=2) as bench:
         assert bench.config.page_size == 64
     assert examine()["page_size"] == 64 and examine()["kernel_parameters"] == "measured"
+
+
+@pytest.mark.parametrize(("predicted", "code"), [(108.0, 0), (120.0, 1), (70.0, 1)])
+def test_a_check_ends_with_one_where_the_profile_is_too_far_off(capsys, predicted, code):
+    assert calibrate._checked([("cpu decode_attention", 100.0, 101.0), ("gpu linear", 100.0, predicted)]) == code
+    out, err = capsys.readouterr()
+    assert ("above 15%, do not trust" in out, "calibrate again" in err) == (code == 1, code == 1)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.findings import enough, failures, panel_lines
+from experiments.findings import busy_lines, enough, failures, panel_lines
 from experiments.run import main
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Question, Series, panels_of
@@ -221,3 +221,10 @@ def test_further_columns_get_figures_of_their_own(tmp_path, run, capsys):
     folder = tmp_path / "results/made/latest"
     assert (folder / "made_z.png").stat().st_size > 1000 and (folder / "made_z.svg").is_file()
     assert "gpu_only: more than 8 apples may still help" in capsys.readouterr().out
+
+
+def test_rows_of_a_busy_machine_are_counted():
+    rows = [{"others_cpu_fraction": share} for share in (0.02, None, 0.4, 0.2)]
+    [line] = busy_lines(rows)
+    assert "beside 2 of 3 points other work used 15% or more of the cpus, 40% at most" in line
+    assert busy_lines(rows[:2]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import pytest
 
 from experiments.run import main
 from experiments.wording import quoted
+from hybridattn.analysis.results import ResultFolder
 
 ROOT = Path(__file__).parents[2]
 POINTS = """
@@ -402,3 +404,66 @@ def test_options_of_a_policy_are_swept_beside_those_that_lack_them(tmp_path, run
     assert run(*words, "resume=true") == 0 and len(rows(tmp_path)) == 3
     assert run("policy=gpu_only,cpu_only", "policy.options.max_wait_us=0,500") == 2
     assert "max_wait_us" in capsys.readouterr().err
+
+
+# -- mistakes and full disks -----------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_hold_results_is_one_sentence(tmp_path, run, capsys):
+    (tmp_path / "file").write_text("")
+    assert run("+settings.divisor=1", f"results_root={tmp_path}/file/results") == 2
+    err = capsys.readouterr().err
+    assert "experiments.run: results cannot be written to" in err and "Not a directory" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", ["add_row", "write_json"])
+def test_a_disk_that_is_full_amid_a_sweep_is_a_sentence_and_the_rows_stay(tmp_path, run, capsys, monkeypatch, what):
+    real, calls = getattr(ResultFolder, what), []
+
+    def until_full(self, *args):
+        calls.append(args)
+        if len(calls) > (2 if what == "add_row" else 4):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, *args)
+
+    monkeypatch.setattr(ResultFolder, what, until_full)
+    assert run("+settings.divisor=1,2,3") == 1
+    out, err = capsys.readouterr()
+    assert "No space left on device" in out + err and "Traceback" not in out + err
+    assert len(rows(tmp_path)) == (2 if what == "add_row" else 3)
+
+
+WITHOUT = """
+import importlib.machinery as m, runpy, sys
+real = m.PathFinder.find_spec
+m.PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {absent!r} else real(name, *rest)
+sys.argv[1:] = {words!r}
+runpy.run_module({module!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "absent", "code", "says"),
+    [
+        (
+            "experiments.run",
+            ["+experiment=overlap"],
+            ["hydra"],
+            2,
+            "hydra is not installed: pip install 'hybridattn[exp",
+        ),
+        ("hybridattn.cli", ["generate", "a"], ["torch"], 2, "torch is not installed: pip install 'hybridattn[main]'"),
+        (
+            "hybridattn.cli",
+            ["doctor"],
+            ["torch", "psutil"],
+            0,
+            "torch, psutil are not installed, so no text can be gen",
+        ),
+    ],
+)
+def test_a_missing_extra_is_named(module, words, absent, code, says):
+    argv = [sys.executable, "-c", WITHOUT.format(module=module, words=words, absent=absent)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code and says in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments.track import track
+from experiments.wandb_sink import _column
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 
@@ -40,7 +41,9 @@ def folder(tmp_path):
     return made
 
 
-def test_H07_offline_with_the_network_blocked_it_ends_and_has_every_row(tmp_path, folder, monkeypatch):
+def test_H07_offline_with_the_network_blocked_it_ends_and_has_a_run_for_every_point(
+    tmp_path, folder, monkeypatch, capsys
+):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(NO_NETWORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -48,9 +51,15 @@ def test_H07_offline_with_the_network_blocked_it_ends_and_has_every_row(tmp_path
     assert track(folder, tracker(), console), console.export_text()
     state = folder.read_json("wandb.json")
     assert state["copied"] == {"a=5": "ok", "a=3": "ok"} and len(state["id"]) == 32
-    [run] = (folder.path / "wandb").glob("offline-run-*")
-    data = b"".join(p.read_bytes() for p in run.glob("*.wandb"))
-    assert data.count(b"gpu_only/value") >= 2  # the rows 5 and 3 both, though their steps go back
+    runs = {p.name.rpartition("-")[2]: b"".join(f.read_bytes() for f in p.glob("*.wandb"))
+            for p in (folder.path / "wandb").glob("offline-run-*")}  # fmt: skip
+    assert set(runs) == {"5", "3", "all"}
+    assert b"a=5" in runs["5"] and b"value" in runs["5"] and b"gpu_only/value" not in runs["5"]
+    assert f"wandb sync {folder.path}/wandb/offline-run-*" in " ".join(capsys.readouterr().out.split())
+
+
+def test_columns_of_numbers_stay_numbers():
+    assert _column([1, None, 2.5]) == [1.0, None, 2.5] and _column([1, "a", None, True]) == ["1", "a", None, "True"]
 
 
 def test_H07_not_installed_is_a_warning(folder, monkeypatch):
@@ -70,7 +79,7 @@ def test_H07_a_wandb_that_hangs_is_ended(tmp_path, folder, monkeypatch):
     fake_wandb(tmp_path, monkeypatch, "import time\ndef init(**k): time.sleep(600)\n")
     console, started = Console(record=True, width=300), time.monotonic()
     assert not track(folder, tracker(timeout_s=3), console)
-    assert "did not end within 3 s" in console.export_text() and len(folder.rows()) == 2
+    assert "did not end within 7 s" in console.export_text() and len(folder.rows()) == 2
     assert time.monotonic() - started < 60
     assert not (folder.path / "wandb.json").exists()  # the next try copies everything
 

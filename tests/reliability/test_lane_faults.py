@@ -20,6 +20,8 @@ from hybridattn.core.op import CPU, D2H, GPU, H2D, Op, Work
 from hybridattn.devices.host import HostDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.models.host_tier import HostRows, HostTier
+from hybridattn.policies.fixed import SyncOffload
+from hybridattn.policies.registry import POLICIES, make_policy
 
 SECOND = 1_000_000_000
 TOKENS = [[5, 6, 7], [8, 9]]
@@ -283,3 +285,26 @@ def test_a_policy_that_raises_ends_the_call_and_frees_everything(open_tiny):
             llm.generate(TOKENS)
         check_broken(llm)
     check_next_one_works(open_tiny)
+
+
+class OfAUser(SyncOffload):
+    """Somebody's policy with a mistake."""
+
+    def __init__(self, mistake=""):
+        super().__init__(cpu_fraction=0.5)
+        if mistake:
+            raise KeyError(mistake)
+
+    def ask(self, micro_batch, at):
+        raise ArithmeticError("no such number")
+
+
+def test_a_mistake_in_somebodys_policy_is_told_with_its_place(open_tiny, monkeypatch):
+    with open_tiny(policy=OfAUser(), cpu_fraction=None) as llm:
+        with pytest.raises(
+            DeviceError, match=r"in ask\(\) of policy 'sync_offload' \(test_lane_faults.py:\d+\): no such"
+        ):
+            llm.generate(TOKENS)
+    monkeypatch.setitem(POLICIES, "of_a_user", OfAUser)
+    with pytest.raises(InputError, match="policy 'of_a_user' cannot be made: KeyError: 'typo'"):
+        make_policy("of_a_user", mistake="typo")
