@@ -95,7 +95,7 @@ def verdict_lines(config: Any, rows: Rows) -> list[str]:
     return lines
 
 
-def busy_lines(rows: Rows) -> list[str]:
+def busy_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Measured rows beside which other work ran."""
     shares = [float(r["others_cpu_fraction"]) for r in rows if r.get("others_cpu_fraction") is not None]
     busy = [share for share in shares if share >= BUSY]
