@@ -4,8 +4,8 @@ None of it changes a result: prefetches are hints, and a row's sums do not depen
 page size does, within the error bound; it is an argument of `KVPages`, and `best_page_size` says what to give.)
 
 Looked for in this order: what `python -m cpu_kernels.tune` measured on this processor, kept beside the compiled code
-(`jit.cache_dir`); the row of `TABLES` for its vendor and family; `TABLE`. The variable ``CPU_KERNELS_TUNING`` set to
-``table`` leaves the measured one out.
+(`jit.cache_dir`); the row of `TABLES` for its vendor and family; `TILES` with AMX; `TABLE`. The variable
+``CPU_KERNELS_TUNING`` set to ``table`` leaves the measured one out.
 """
 
 from __future__ import annotations
@@ -71,24 +71,22 @@ TABLE = Tuning()  # measured on Zen 4, one thread a core
 TABLES: tuple[tuple[str, int, range, Tuning], ...] = (
     ("AuthenticAMD", 25, range(0, 256), TABLE),  # Zen 3 and 4
     ("AuthenticAMD", 26, range(0, 256), Tuning(page_size=128)),  # Zen 5: pages of 128 gave 1.24 times those of 32
-    # Sapphire, Emerald and Granite Rapids: with tiles, pages of 128 gave shares of 0.90 and 0.87 of the read loop at
-    # groups 4 and 8, those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line
-    # (on a guest that names another model; docs/performance.md).
-    ("GenuineIntel", 6, range(143, 144), Tuning(fetch_tiles=256, page_size=128)),
-    ("GenuineIntel", 6, range(207, 208), Tuning(fetch_tiles=256, page_size=128)),
-    ("GenuineIntel", 6, range(173, 175), Tuning(fetch_tiles=256, page_size=128)),
 )
+# With AMX, whatever model a guest names: pages of 128 gave shares of 0.90 and 0.87 of the read loop at groups 4 and 8,
+# those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line (docs/performance.md).
+TILES = Tuning(fetch_tiles=256, page_size=128)
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Who a processor is, as /proc/cpuinfo says; empty strings and zeros where it does not."""
+    """Who a processor is, as /proc/cpuinfo says, and whether it has AMX; empty strings and zeros where it does not."""
 
     vendor: str
     family: int
     model: int
     stepping: int
     name: str
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         if min(self.family, self.model, self.stepping) < 0:
@@ -117,7 +115,7 @@ def processor(cpuinfo: str | None = None) -> Processor:
 
     return Processor(
         found.get("vendor_id", ""), number("cpu family"), number("model"), number("stepping"),
-        found.get("model name", ""),
+        found.get("model name", ""), "amx_bf16" in found.get("flags", "").split(),
     )  # fmt: skip
 
 
@@ -126,7 +124,7 @@ def from_table(who: Processor) -> Tuning:
     for vendor, family, models, tuning in TABLES:
         if (vendor, family) == (who.vendor, who.family) and who.model in models:
             return tuning
-    return TABLE
+    return TILES if who.tiles else TABLE
 
 
 def path_of(folder: Path, who: Processor) -> Path:
@@ -171,7 +169,8 @@ def current() -> tuple[Tuning, str]:
         found = load(folder, who)
         if folder is not None and found is not None:
             return found, f"measured on this processor ({path_of(folder, who)})"
-    return from_table(who), f"table for {who.vendor or 'an unknown vendor'}, family {who.family}, model {who.model}"
+    model = f"model {who.model}" + (" with AMX" if who.tiles else "")
+    return from_table(who), f"table for {who.vendor or 'an unknown vendor'}, family {who.family}, {model}"
 
 
 def best_page_size() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, help="folder with the environments of vLLM (vllm/) and IPEX (ipex/)")
     parser.add_argument("--sets", default=",".join(SETS), help=f"of {', '.join(SETS)}")
     parser.add_argument("--trace", type=Path, help="Azure conversation trace (CSV), for ragged lengths")
+    parser.add_argument("--page-size", type=int, help="tokens of a page in all cases; default: each case's own")
     parser.add_argument("--rounds", type=int, default=40, help="paired rounds a case")
     parser.add_argument("--threads", type=int, help="workers; default: one a usable core")
     return parser.parse_args(argv)
@@ -35,7 +37,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     cases = [case for name in args.sets.split(",") for case in SETS[name]]
     if args.trace is not None:
         cases.append(ragged(args.trace))
-    return cases
+    return cases if args.page_size is None else [replace(case, page=args.page_size) for case in cases]
 
 
 def stamp() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 import cpu_kernels as ck
 from cpu_kernels.bench import cases
-from cpu_kernels.bench.__main__ import main
+from cpu_kernels.bench.__main__ import arguments, chosen, main
 from cpu_kernels.bench.measure import Prepared, measure, measure_beside_neighbour, rounds_of
 from cpu_kernels.bench.peers import Peer
 from cpu_kernels.bench.readloop import DISTANCES, UNIT_BYTES, ReadLoop
@@ -64,7 +64,8 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     monkeypatch.setitem(cases.SETS, "reference", (TINY,))
     main(["--json", "--sets", "reference", "--rounds", "1", "--threads", "1"])
     row = json.loads(capsys.readouterr().out)
-    assert row["case"] == "tiny" and row["threads"] == 1 and row["cpu"]
+    assert row["case"] == "tiny" and row["threads"] == 1 and row["cpu"] and row["page_size"] == 32
+    assert {c.page for c in chosen(arguments(["--sets", "reference,shapes", "--page-size", "128"]))} == {128}
     with pytest.raises(SystemExit, match="unknown nothing; known: reference"):
         main(["--sets", "nothing"])
 

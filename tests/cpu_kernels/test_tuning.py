@@ -20,7 +20,10 @@ OTHERS = (
     Tuning(fetch_light=64, fetch_heavy=256, fetch_tiles=256, cache_level=3, near_bytes=1 << 20, run_group=128),
     Tuning(fetch_light=256, fetch_heavy=128, fetch_tiles=128, cache_level=1, run_heads=2, chunk_bytes=1 << 30),
 )
-CPUINFO = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: Some\nstepping\t: 2\n"
+CPUINFO = (
+    "processor\t: 0\nflags\t\t: fpu {}\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: {}\n"
+    "model name\t: Some\nstepping\t: 2\n"
+)
 
 
 LEVELS = ck.isa.detect(override="").available
@@ -51,18 +54,21 @@ def test_what_is_chosen_is_compiled(problem: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "family", "model", "page"),
+    ("flag", "vendor", "family", "model", "page"),
     [
-        ("AuthenticAMD", 25, 17, 32),
-        ("AuthenticAMD", 26, 2, 128),
-        ("GenuineIntel", 6, 173, 128),
-        ("GenuineIntel", 6, 151, 32),
-        ("", 0, 0, 32),
+        ("avx512f", "AuthenticAMD", 25, 17, 32),
+        ("avx512f", "AuthenticAMD", 26, 2, 128),
+        ("amx_bf16", "GenuineIntel", 6, 167, 128),
+        ("avx512f", "GenuineIntel", 6, 167, 32),
+        ("", "", 0, 0, 32),
     ],
 )
-def test_the_table_goes_by_vendor_and_family(vendor: str, family: int, model: int, page: int) -> None:
-    who = tuning.processor(CPUINFO.format(vendor, family, model))
+def test_the_table_goes_by_vendor_and_family_and_amx(
+    flag: str, vendor: str, family: int, model: int, page: int
+) -> None:
+    who = tuning.processor(CPUINFO.format(flag, vendor, family, model))
     assert (who.vendor, who.family, who.model, who.stepping, who.name) == (vendor, family, model, 2, "Some")
+    assert who.tiles == (flag == "amx_bf16")
     assert tuning.from_table(who).page_size == page
     assert tuning.from_table(tuning.processor("")) == TABLE
 
