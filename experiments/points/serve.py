@@ -45,6 +45,7 @@ KEPT = (
     "completed_gpu_tier",
     "completed_cpu_tier",
     "preemptions",
+    "recomputed_tokens",
     "duration_ns",
 )
 

@@ -12,7 +12,8 @@ class RequestRecord:
     """One request, without its text. Times are the device's clock in nanoseconds.
 
     ``token_ns[i]`` is when output token ``i`` was known to the driver. ``finish_reason`` is ``stop``, ``length``,
-    ``abort`` or ``error``; anything but the first two is a failure. ``tier`` is where its KV lived last.
+    ``abort`` or ``error``; anything but the first two is a failure. ``tier`` is where its KV lived last;
+    ``recomputed_tokens`` counts those whose K,V was lost by a preemption.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class RequestRecord:
     tier: str = "gpu"
     scheduled_ns: int | None = None
     preemptions: int = 0
+    recomputed_tokens: int = 0
     error: str | None = None
 
     def __post_init__(self) -> None:

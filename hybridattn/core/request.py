@@ -48,8 +48,8 @@ class Request:
     """One prompt on its way. Times are the device's clock in nanoseconds.
 
     ``token_ids`` is the prompt followed by the output. ``num_computed`` counts tokens whose K,V is (or, once the ops
-    already submitted have run, will be) in ``pages``; ``tier`` is where the next one's goes, and where all lie that
-    are on their way.
+    already submitted have run, will be) in ``pages``, or was when it was preempted; ``tier`` is where the next one's
+    goes, and where all lie that are on their way.
     """
 
     __slots__ = (
@@ -67,6 +67,7 @@ class Request:
         "pages",
         "params",
         "preemptions",
+        "recomputed_tokens",
         "request_id",
         "requeue",
         "row",
@@ -107,6 +108,7 @@ class Request:
         self.row: CpuRow | None = None  # the next one, once its page is there, while it waits on the CPU tier
         self.requeue = False  # LEAVING because of preemption, not of an end
         self.preemptions = 0
+        self.recomputed_tokens = 0  # whose K,V was lost with its pages
         self.scheduled_ns: int | None = None
         self.end_ns = 0
         self.token_ns: list[int] = []
@@ -142,5 +144,6 @@ class Request:
             tier=self.tier,
             scheduled_ns=self.scheduled_ns,
             preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
             error=self.error,
         )

@@ -124,6 +124,12 @@ class Costs:
             found = self._copies[H2D, rows] = self.pricing.work_ns(H2D, self.cost.fetch_output(rows))
         return found
 
+    def pays_to_move_up(self, tokens: int, left: int) -> bool:
+        """K,V of ``tokens`` tokens on the CPU tier: bringing them up for the next ``left`` tokens of their request is
+        sooner done than attending to them where they lie."""
+        there = self.cpu_ns(1, tokens) + self.down_ns(1) + self.up_ns(1) - self.attention_ns(1, tokens)
+        return self.pricing.work_ns(H2D, self.cost.move_request(tokens)) <= left * self.num_layers * there
+
     def step_ns(self, rows: int, kv_tokens: int) -> int:
         """A whole step of ``rows`` GPU rows without CPU rows."""
         return self.step_linear_ns(rows) + self.num_layers * self.attention_ns(rows, kv_tokens)

@@ -52,6 +52,7 @@ class Output:
             "prompt_tokens": r.prompt_tokens,
             "output_tokens": r.output_tokens,
             "preemptions": r.preemptions,
+            "recomputed_tokens": r.recomputed_tokens,
             **{name: None if ns is None else ns / 1e9 for name, ns in times.items()},
         }
 

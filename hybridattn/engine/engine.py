@@ -92,8 +92,8 @@ class Engine:
         self.policy = policy
         self.config = config
         self.broken: HybridAttnError | None = None
-        self.kv = KVManager(config)
-        self.scheduler = Scheduler(config, policy, self.kv, self._ended, can_move=hasattr(stages, "move"))
+        self.kv = KVManager(config, can_move=hasattr(stages, "move"))
+        self.scheduler = Scheduler(config, policy, self.kv, self._ended)
         self.executor = executor_class(stages, device)(
             stages,
             device,

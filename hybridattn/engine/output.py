@@ -55,6 +55,7 @@ class OutputProcessor:
             held = _text_of(request, lambda stream: stream.finish()) or ""
             request.error = f"the logits of request {request.request_id} {token.reason}"
             return Event(request, None, held, "error", request.error)
+        request.num_computed = len(request.token_ids)  # the newest token has no K,V yet
         request.token_ids.append(token)
         request.token_ns.append(time_ns)
         text = _text_of(request, lambda stream: stream.push(token))

@@ -1,11 +1,12 @@
-"""Contexts of sessions: K,V that a finished turn leaves behind for the next one.
+"""Contexts: K,V that a finished turn of a session leaves behind for the next one, or a preempted request for itself.
 
     turn 0               pause                              turn 1
     |prefill|decode|end| K,V go down (gpu.d2h) ... K,V come up (gpu.h2d) |prefill of the new tokens|decode|
                          ^ GPU pages are free for others                  ^ nothing is computed again
 
-A context is kept by the finished request itself. It is only ever a cache: when somebody who runs needs the pages, the
-one that has paused for the longest goes, and its session computes its history again.
+A context is kept by the finished request itself, or by one that stands in for a preempted request while that waits. It
+is only ever a cache: when somebody who runs needs the pages, the one that has paused for the longest goes, sessions
+before preempted requests, and what it held is computed again.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridattn.core.page_table import GPU_TIER
+from hybridattn.core.page_table import GPU_TIER, PageTable
 from hybridattn.core.request import DeclaredTokens, Request, State
 
 
 class Contexts:
-    """The contexts of one engine, those that paused first in front. ``cut(request, tokens)`` frees the pages of a
-    request behind its first ``tokens`` tokens.
+    """The contexts of one engine, those that paused first in front; by the name of the session, or by the request that
+    was preempted. ``cut(request, tokens)`` frees the pages of a request behind its first ``tokens`` tokens.
 
     Attributes
     ----------
@@ -31,7 +32,7 @@ class Contexts:
 
     def __init__(self, cut: Callable[[Request, int], None]) -> None:
         self._cut = cut
-        self._held: dict[str, Request] = {}
+        self._held: dict[str | Request, Request] = {}
         self.reused_tokens = 0
         self.evicted = 0
 
@@ -41,23 +42,42 @@ class Contexts:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._held.values())
 
-    def find(self, session: str) -> Request | None:
-        return self._held.get(session) if session else None
+    def find(self, request: Request) -> Request | None:
+        """Who holds what it had when it was preempted, or what its session left behind."""
+        return self.preempted(request) or self._held.get(request.session)
+
+    def preempted(self, request: Request) -> Request | None:
+        """Who holds what it had when it was preempted."""
+        return self._held.get(request)
 
     def keep(self, request: Request) -> None:
         """A turn has ended: its K,V stay, but for pages beyond the last token that has any."""
         self.drop(request.session)
-        request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
-        self._cut(request, request.num_computed)
-        request.state = State.PAUSED
-        self._held[request.session] = request
+        self._rest(request.session, request)
 
-    def take(self, session: str, request: Request) -> tuple[Request, int] | None:
-        """Hand a context over to the session's next turn: who held it, and how many tokens of it hold for ``request``.
+    def stand_in(self, request: Request) -> Request:
+        """A request was preempted: its K,V stay with who is returned, until it is admitted again."""
+        held = Request(request.request_id, request.index, request.token_ids, 1, None, request.arrival_ns)
+        held.tier, held.num_computed = request.tier, request.num_computed
+        held.pages, request.pages = request.pages, PageTable()
+        self._rest(request, held)
+        return held
 
-        The held pages are cut to those tokens. None: there is nothing that the turn could use.
+    def _rest(self, key: str | Request, held: Request) -> None:
+        self._cut(held, held.num_computed)
+        held.state = State.PAUSED
+        self._held[key] = held
+
+    def take(self, request: Request) -> tuple[Request, int] | None:
+        """Hand a context over to the session's next turn, or to the request itself: who held it, and how many tokens of
+        it hold for ``request``.
+
+        The held pages are cut to those tokens. None: there is nothing that it could use.
         """
-        held = self._held.pop(session, None)
+        held = self._held.pop(request, None)
+        if held is not None:
+            return held, held.num_computed
+        held = self._held.pop(request.session, None)
         if held is None:
             return None
         count = min(_common(held.token_ids, request.token_ids, held.num_computed), request.num_tokens - 1)
@@ -75,16 +95,16 @@ class Contexts:
 
     def evict(self, tier: str) -> bool:
         """Drop the context that has paused for the longest of those with pages on a tier; False: there is none."""
-        victim = next(iter(self._at_rest(tier)), None)
-        if victim is None:
+        at_rest = [key for key, r in self._held.items() if not r.in_flight and r.pages.on(tier)]
+        if not at_rest:
             return False
         self.evicted += 1
-        self.drop(victim.session)
+        self.drop(min(at_rest, key=lambda key: isinstance(key, Request)))
         return True
 
-    def drop(self, session: str) -> None:
+    def drop(self, key: str | Request) -> None:
         """Forget a context. On its way between the tiers it keeps its pages until it has arrived."""
-        held = self._held.pop(session, None)
+        held = self._held.pop(key, None)
         if held is None:
             return
         held.state = State.FINISHED
@@ -99,9 +119,9 @@ class Contexts:
 
     def clear(self) -> None:
         """Forget all, at once: nothing is in flight any more."""
-        for held in list(self._held.values()):
+        for key, held in list(self._held.items()):
             held.in_flight = False
-            self.drop(held.session)
+            self.drop(key)
 
     def _at_rest(self, tier: str) -> list[Request]:
         return [r for r in self._held.values() if not r.in_flight and r.pages.on(tier)]

@@ -67,14 +67,16 @@ class KVManager:
 
     Attributes
     ----------
+    can_move : K,V can be copied between the tiers
     pools : the free pages of each tier
     contexts : K,V that sessions left behind
     under_way : moves begun and not known to have arrived
     """
 
-    __slots__ = ("_begun", "_page", "contexts", "pools", "under_way")
+    __slots__ = ("_begun", "_page", "can_move", "contexts", "pools", "under_way")
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, can_move: bool = False) -> None:
+        self.can_move = can_move
         self._page = config.page_size
         self.pools = {
             GPU_TIER: BlockPool(GPU_TIER, config.gpu_kv_blocks, config.page_size),
@@ -103,28 +105,45 @@ class KVManager:
     def admit(self, request: Request, tier: str, cold: int = 0) -> None:
         """Pages of all its known tokens on ``tier``, where that is the GPU's but for the ``cold`` oldest.
 
-        What its session's context holds of them is taken up; what lies elsewhere has to come first, and the request is
-        MOVING.
+        What a context holds of them is taken up; what lies elsewhere has to come first, and the request is MOVING. One
+        that lacks only its newest token decodes on.
         """
+        before, request.num_computed = request.num_computed, 0
         request.tier = tier
-        taken = self.contexts.take(request.session, request) if request.session else None
+        taken = self.contexts.take(request) if self.contexts else None
         if taken is not None:
             held, request.num_computed = taken
             request.pages, held.pages = held.pages, PageTable()
+        request.recomputed_tokens += max(0, before - request.num_computed)
+        then = State.DECODE if request.num_output and request.num_computed == request.num_tokens - 1 else State.PREFILL
         table, need = request.pages, self.need(request)
         come = len(table.cold) - cold if tier == GPU_TIER else len(table.hot)
         if come > 0:
             request.state = State.MOVING
-            self._move(request, tier, come, come + need - len(table), State.PREFILL)
+            self._move(request, tier, come, come + need - len(table), then)
             return
+        request.state = then
         if cold and not table.hot:
             table.append(CPU_TIER, self._take(CPU_TIER, cold - len(table.cold)))
         table.append(tier, self._take(tier, need - len(table)))
 
+    def preempt(self, request: Request) -> None:
+        """A request gives its pages of the tier up: K,V go down while the CPU tier has pages that are free, and have to
+        be computed again otherwise."""
+        count = blocks_for(request.num_computed, self._page)
+        fits = count - request.pages.num_cold <= self.pools[CPU_TIER].num_free
+        if not (count and fits and request.tier == GPU_TIER and self.can_move):
+            self.give_back(request)
+            return
+        held = self.contexts.stand_in(request)
+        if held.pages.hot:
+            self.move_context(held, CPU_TIER)
+        else:
+            held.tier = CPU_TIER
+
     def give_back(self, request: Request) -> None:
-        """All pages of a request: what it knows has to be computed again."""
+        """All pages of a request."""
         self.cut(request, 0)
-        request.num_computed = 0
 
     def cut(self, request: Request, tokens: int) -> None:
         """Free its pages behind those of its first ``tokens`` tokens."""
@@ -144,8 +163,8 @@ class KVManager:
     def reserve(self, request: Request, victims: Victims) -> bool:
         """See to the page of a request's newest token; False when it must wait for one, or had to give its own.
 
-        When the tier is full, pages are asked for in this order: those that are on their way back, contexts of
-        sessions, the youngest request of the tier. So the oldest one always advances.
+        When the tier is full, pages are asked for in this order: those that are on their way back, contexts, the
+        youngest request of the tier. So the oldest one always advances.
         """
         table, tier = request.pages, request.tier
         while (len(table.cold) + len(table.hot)) * self._page < len(request.token_ids):
@@ -160,11 +179,9 @@ class KVManager:
         tier = request.tier
         if victims.leaving(tier) or any(m.source == tier for m in self._begun):
             return False
-        if self.contexts.evict(tier):
-            return True
-        if any(m.source == tier and m.request.state is not State.MOVING for m in self.under_way):
+        if any(m.then is State.PAUSED or (m.then is None and m.source == tier) for m in self.under_way):
             return False
-        return victims.give_way(request)
+        return self.contexts.evict(tier) or victims.give_way(request)
 
     def steps_ahead(self, requests: Sequence[Request], steps: int) -> int:
         """For how many of the next ``steps`` steps, each with a token for every request, the GPU tier has pages; a
@@ -189,7 +206,6 @@ class KVManager:
 
     def move(self, request: Request, tier: str) -> None:
         """A request that decodes goes to ``tier``, with room for all its known tokens."""
-        request.num_computed = request.num_tokens - 1  # the newest token has no K,V yet
         count = len(request.pages.on(other(tier)))
         request.tier, request.state = tier, State.MOVING
         self._move(request, tier, count, count + self.need(request) - len(request.pages), State.DECODE)

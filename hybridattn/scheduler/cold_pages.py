@@ -24,12 +24,12 @@ class ColdPages:
 
     __slots__ = ("_kv", "_page", "_policy", "_queues", "wanted")
 
-    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, can_move: bool) -> None:
+    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager) -> None:
         self._policy = policy
         self._queues = queues
         self._kv = kv
         self._page = config.page_size
-        self.wanted = can_move and "cold_pages" in policy.hooks
+        self.wanted = kv.can_move and "cold_pages" in policy.hooks
 
     def at_admission(self, request: Request) -> int | None:
         """How many pages of a request that would begin now are cold; None: it waits."""

@@ -48,12 +48,13 @@ class Finish:
         if request.keep and reason in ("stop", "length") and request.pages:
             self._kv.contexts.keep(request)
         else:
+            self._kv.contexts.drop(request)
             self._kv.give_back(request)
             request.state = State.FINISHED
         self._on_end(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's pages away; it will be recomputed from its known tokens."""
+        """Take a request's pages away; it waits to be admitted again, with its K,V on the CPU tier or without any."""
         request.preemptions += 1
         request.requeue = True
         if _held(request):
@@ -79,7 +80,7 @@ class Finish:
     def _requeue(self, request: Request) -> None:
         self._queues.running.remove(request)
         self._queues.step_out(request)
-        self._kv.give_back(request)
+        self._kv.preempt(request)
         request.state = State.WAITING
         request.requeue = False
         self._queues.wait(request)

@@ -41,6 +41,22 @@ class Prompts:
         self._cold_pages = cold_pages
         self._asks = "prompts" in policy.hooks
 
+    def resume(self, now_ns: int) -> bool:
+        """Admit those in front of the queue that were preempted and lack no K,V but their newest token's: there is
+        nothing to read. True: a row of the GPU tier is there at once."""
+        queues, contexts = self._queues, self._kv.contexts
+        before = len(queues.decoding)
+        while queues.waiting and len(queues.running) < self._config.max_num_seqs:
+            request = queues.waiting[0]
+            held = contexts.preempted(request)
+            if held is None or held.in_flight or held.num_computed != request.num_tokens - 1:
+                break
+            tier, cold = self._place(request, held)
+            if tier is None:
+                break
+            self._admit(request, tier, cold, now_ns)
+        return len(queues.decoding) > before
+
     def segments(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
         """Chunks for the coming step, beside its decode rows and the idle CPU rows."""
         queues = self._queues
@@ -71,19 +87,10 @@ class Prompts:
     def _tier_for(self, request: Request, budget: int, segments: list[Segment]) -> tuple[str | None, int]:
         """The tier that takes the request now, and how many of its pages lie on the CPU tier beside; None: it waits,
         for room, for the staging area, or for its context."""
-        held = self._kv.contexts.find(request.session)
+        held = self._kv.contexts.find(request)
         if held is not None and held.in_flight:
             return None, 0  # its context is on its way
-        kv, queues, cold = self._kv, self._queues, 0
-        served = len(queues.decoding) + sum([r.tier == GPU_TIER for r in queues.prefilling])
-        now, most = kv.need(request), kv.need_at_most(request)
-        tier = self._policy.place(
-            RequestView(request.index, now, most, request.num_tokens, len(queues.waiting), served),
-            {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS},
-        )
-        if tier != CPU_TIER and self._cold_pages.wanted:
-            parts = self._cold_pages.at_admission(request)
-            tier, cold = (None, 0) if parts is None else (GPU_TIER, parts)
+        tier, cold = self._place(request, held)
         if tier is None:
             return None, 0
         if (tier == CPU_TIER or cold) and self._must_wait_for_staging(request, cold, held, budget, segments):
@@ -91,6 +98,27 @@ class Prompts:
         if held is not None and not self._can_take_up(held, tier):
             return None, 0
         return tier, cold
+
+    def _place(self, request: Request, held: Request | None) -> tuple[str | None, int]:
+        """The policy's choice, and how many pages are cold; K,V that lie on the CPU tier stay there where both tiers
+        have room and attending to them is sooner done than bringing them up."""
+        kv, policy = self._kv, self._policy
+        queues = self._queues
+        served = len(queues.decoding) + sum([r.tier == GPU_TIER for r in queues.prefilling])
+        now, most = kv.need(request), kv.need_at_most(request)
+        view = RequestView(request.index, now, most, request.num_tokens, len(queues.waiting), served)
+        rooms = {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS}
+        tier = policy.place(view, rooms)
+        if tier != CPU_TIER and self._cold_pages.wanted:
+            cold = self._cold_pages.at_admission(request)
+            return (None, 0) if cold is None else (GPU_TIER, cold)
+        costs = policy.costs
+        if tier != GPU_TIER or held is None or held.tier != CPU_TIER or costs is None:
+            return tier, 0
+        if CPU_TIER not in policy.allowed(request.index) or not rooms[CPU_TIER].admits(view):
+            return tier, 0
+        left = request.max_tokens - request.num_output
+        return (tier if costs.pays_to_move_up(held.num_computed, left) else CPU_TIER), 0
 
     def _must_wait_for_staging(
         self, request: Request, cold: int, held: Request | None, budget: int, segments: list[Segment]
@@ -113,7 +141,7 @@ class Prompts:
         if held.tier == tier:
             return True
         if not self._swaps.possible:
-            self._kv.contexts.drop(held.session)
+            self._kv.contexts.drop(held.session)  # a preempted request holds none where nothing moves
         elif tier == CPU_TIER:
             self._kv.move_context(held, tier)
             return False

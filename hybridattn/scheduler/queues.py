@@ -44,9 +44,9 @@ class Queues:
         insort(self.waiting, request, key=arrival)
 
     def admit(self, request: Request) -> None:
-        """It runs from now on: its prompt, unless K,V of its session are still on their way."""
+        """It runs from now on: its prompt or its next token, unless K,V of it are still on their way."""
         insort(self.running, request, key=arrival)
-        if request.state is State.PREFILL:
+        if request.state is not State.MOVING:
             self.join(request)
 
     def join(self, request: Request) -> None:

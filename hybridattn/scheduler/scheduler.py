@@ -54,7 +54,6 @@ class Scheduler:
     Parameters
     ----------
     on_end : called once for every request that ends, with its pages freed or kept as a session's context
-    can_move : the stages can copy K,V between the tiers
     """
 
     def __init__(
@@ -63,12 +62,11 @@ class Scheduler:
         policy: Policy,
         kv: KVManager,
         on_end: Callable[[Request], None],
-        can_move: bool = False,
     ) -> None:
         self.queues = Queues()
         self.finish = Finish(self.queues, kv, on_end)
-        self.swaps = Swaps(config, policy, self.queues, kv, self.finish, can_move)
-        self._cold_pages = ColdPages(config, policy, self.queues, kv, can_move)
+        self.swaps = Swaps(config, policy, self.queues, kv, self.finish)
+        self._cold_pages = ColdPages(config, policy, self.queues, kv)
         self._victims = Victims(self.queues, self.swaps, self._cold_pages, self.finish)
         self._prompts = Prompts(config, policy, self.queues, kv, self.swaps, self._cold_pages)
         self._config = config
@@ -91,13 +89,16 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now_ns: int) -> SchedulerOutput:
-        """Choose the rows of the next step and reserve their pages: decode rows, CPU rows, then prompts."""
+        """Choose the rows of the next step and reserve their pages: decode rows, CPU rows, then prompts. Whoever was
+        preempted and has its K,V comes back before the CPU rows, among which it may be."""
         queues, swaps = self.queues, self.swaps
         decodes = self._decode_rows()
         if swaps.wanted and queues.idle and len(decodes) == len(queues.decoding):  # no GPU row wants for a page
             swaps.swap_in()
         if swaps.upwards and queues.idle:
             swaps.move_up()
+        if self._kv.contexts and queues.waiting and self._prompts.resume(now_ns):
+            decodes = self._decode_rows()
         idle = self._idle_rows() if queues.idle else ()
         segments = decodes + self._prompts.segments(now_ns, decodes, idle)
         if self._cold_pages.wanted:
@@ -134,11 +135,8 @@ class Scheduler:
         return tuple(rows)
 
     def computed(self, batch: Batch) -> None:
-        """The ops of ``batch`` are submitted and its tokens sampled: its K,V counts as computed."""
-        for s in batch.segments:
-            if not s.prefill:
-                s.request.num_computed = s.start + 1  # type: ignore[attr-defined]
-                continue
+        """The ops of ``batch`` are submitted and its tokens sampled: K,V of its prompts counts as computed."""
+        for s in batch.prefills:
             request = s.request
             assert isinstance(request, Request)
             request.num_computed = s.start + s.num_tokens

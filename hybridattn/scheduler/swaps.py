@@ -31,17 +31,15 @@ class Swaps:
 
     __slots__ = ("_finish", "_kv", "_parks", "_policy", "_queues", "possible", "upwards", "wanted")
 
-    def __init__(
-        self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, finish: Finish, can_move: bool
-    ) -> None:
+    def __init__(self, config: EngineConfig, policy: Policy, queues: Queues, kv: KVManager, finish: Finish) -> None:
         self._queues = queues
         self._kv = kv
         self._policy = policy
         self._finish = finish
-        self._parks = can_move and config.pause_tier == CPU_TIER
-        self.possible = can_move
-        self.wanted = can_move and policy.swap_in_below is not None
-        self.upwards = can_move and "move_up" in policy.hooks
+        self._parks = kv.can_move and config.pause_tier == CPU_TIER
+        self.possible = kv.can_move
+        self.wanted = kv.can_move and policy.swap_in_below is not None
+        self.upwards = kv.can_move and "move_up" in policy.hooks
 
     def swap_in(self) -> None:
         """Requests of the CPU tier move up while the GPU tier has room, the oldest first. Pages of contexts are room:

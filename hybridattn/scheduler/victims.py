@@ -11,8 +11,8 @@ from hybridattn.scheduler.swaps import Swaps
 
 
 class Victims:
-    """The youngest request of a tier: its oldest pages, or all of it, move down where the policy splits or swaps
-    requests, and it is preempted otherwise."""
+    """The youngest request of a tier: where the policy splits or swaps requests, its oldest pages or all of them go
+    down and it goes on; it is preempted otherwise."""
 
     __slots__ = ("_cold_pages", "_finish", "_queues", "_swaps")
 

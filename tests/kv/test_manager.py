@@ -53,7 +53,7 @@ def begin(kv, running, r, tier):
     r.state = State.PREFILL
     kv.admit(r, tier)
     if r.state is State.PREFILL:
-        r.state, r.num_computed = State.DECODE, r.num_tokens
+        r.state, r.num_computed = State.DECODE, r.num_tokens - 1
     running.append(r)
     return r
 
@@ -70,13 +70,14 @@ def test_every_page_is_held_once_or_free_whatever_is_asked(seed, gpu, cpu):
         tier = draw.choice(TIERS)
         if action == "begin":
             new = request(index, draw.randint(1, 60), draw.choice(("", "a", "b")))
-            held = kv.contexts.find(new.session)
+            held = kv.contexts.find(new)
             if kv.need(new) <= kv.free(tier) - (held is not None and held.tier == tier and len(held.pages)) and not (
                 held is not None and held.in_flight
             ):
                 begin(kv, running, new, tier)
         elif action == "grow" and r is not None:
             r.token_ids += [1] * draw.randint(1, 20)
+            r.num_computed = r.num_tokens - 1
             if kv.reserve(r, victims):
                 assert len(r.pages) == kv.need(r)
         elif action == "move" and r is not None and r.tier != tier and not r.pages.on(tier):
@@ -151,7 +152,7 @@ def test_a_context_on_its_way_down_is_waited_for_before_anybody_gives_way():
     old.token_ids.append(1)
     assert kv.reserve(old, victims) is False and victims.asked == 0 and kv.contexts.evicted == 0
     kv.arrived(move)
-    assert kv.reserve(old, victims) is True and kv.contexts.find("s") is paused
+    assert kv.reserve(old, victims) is True and kv.contexts.find(request(9, 1, session="s")) is paused
 
 
 @pytest.mark.parametrize("tier", TIERS)

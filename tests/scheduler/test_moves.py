@@ -173,6 +173,44 @@ def test_an_asymmetric_policy_swaps_by_itself_and_tokens_hold():
     check_empty(engine)
 
 
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+GROWING = [([1, 2, 3] * 5, 40), ([4] * 15, 40), ([5, 6] * 7, 40)]  # their prompts fit the GPU tier, their ends do not
+
+
+@pytest.mark.parametrize(
+    ("policy", "cpu"),
+    [(policy, cpu) for policy in ("gpu_only", *POLICIES) for cpu in (0, 3, 12) if policy != "half_on_cpu" or cpu > 8],
+)
+def test_nothing_is_computed_twice_that_the_cpu_tier_has_room_for(policy, cpu):
+    made = GpuOnly() if policy == "gpu_only" else POLICIES[policy]()
+    engine = build(made, 2, gpu=4, cpu=cpu, move_ns=100)
+    got, _ = serve(engine, GROWING, lambda step: ((), ()))
+    assert got == [reference(p, n, LAYERS) for p, n in GROWING]
+    records = engine.take_records()
+    again = sum(s.prefill_tokens for s in records.steps) - sum(len(p) for p, _ in GROWING)
+    lost = sum(r.recomputed_tokens for r in records.requests)
+    assert sum(r.preemptions for r in records.requests) > 0 or made.name != "gpu_only"
+    if cpu == 12:
+        assert lost == again == 0
+    elif cpu == 0:
+        assert lost > 0
+    assert lost <= again  # beside them its newest token, whose K,V it never had
+
+
+@given(seed=st.integers(0, 10**6), cpu=st.integers(0, 12), move_ns=st.sampled_from([0, 50, 3000]))
+@settings(max_examples=30, deadline=None)
+def test_preempted_requests_come_back_aborted_or_not_and_tokens_hold(seed, cpu, move_ns):
+    jobs = jobs_of(seed, 5)
+    engine = build(GpuOnly(), seed, gpu=6, cpu=cpu, move_ns=move_ns)
+    draw = random.Random(seed)
+    got, _ = serve(engine, jobs, lambda step: ((), [draw.randrange(5)] if draw.random() < 0.02 else ()))
+    ended = {r.request_id: r.finish_reason for r in engine.take_records().requests}
+    for i, ((prompt, count), tokens) in enumerate(zip(jobs, got, strict=True)):
+        want = reference(prompt, count, LAYERS)
+        assert tokens == (want[: len(tokens)] if ended[f"r{i}"] == "abort" else want)
+
+
 # -- refusals, aborts, faults ----------------------------------------------------------------------------------------
 
 

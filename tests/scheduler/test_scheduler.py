@@ -15,8 +15,8 @@ from hybridattn.scheduler.scheduler import Scheduler
 
 def scheduler(gpu, cpu=0, policy=None, page=16, can_move=False, **limits):
     config = EngineConfig(gpu, cpu, page, **{"max_model_len": 4096, "max_num_batched_tokens": 4096, **limits})
-    kv = KVManager(config)
-    made = Scheduler(config, policy or GpuOnly(), kv, lambda request: made.ended.append(request), can_move)
+    kv = KVManager(config, can_move)
+    made = Scheduler(config, policy or GpuOnly(), kv, lambda request: made.ended.append(request))
     made.kv, made.ended = kv, []
     return made
 
