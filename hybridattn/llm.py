@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hybridattn.engine.call import Call, Output
 from hybridattn.engine.engine import Engine
 from hybridattn.engine.session import Session
 from hybridattn.kv.storage import best_page_size
+from hybridattn.kv.store import KVStore
 from hybridattn.models.load import load
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
@@ -65,6 +67,15 @@ class LLM:
         what a table says of it.
     pause_tier : str
         Where K,V of a :meth:`session` rest between its turns: ``cpu`` or ``gpu``.
+    share_prefixes : bool
+        Requests that begin with the same tokens share the whole pages of them, within one ``cache_salt`` of their
+        parameters. Off by default: who shares can see from times what others asked before.
+    kv_store_dir : str or Path, optional
+        With ``share_prefixes``: a folder where K,V of prefixes and sessions go when the CPU tier needs their room, and
+        at :meth:`close`, so that they survive the process. What was said can be read from its files: the folder is made
+        for its owner alone.
+    kv_store_bytes : int
+        Most bytes of such files, for this model and layout.
     cpu_fraction : float, optional
         Force this share of the requests onto the CPU tier.
     profile : str, Path or Profile, optional
@@ -115,6 +126,9 @@ class LLM:
         run_ahead: int = 2,
         op_timeout_s: float = 60.0,
         pause_tier: str = CPU_TIER,
+        share_prefixes: bool = False,
+        kv_store_dir: str | Path | None = None,
+        kv_store_bytes: int = 1 << 30,
         cpu_fraction: float | None = None,
         profile: str | Path | Profile | None = None,
         policy_options: dict[str, Any] | None = None,
@@ -135,6 +149,7 @@ class LLM:
         self.interrupted: list[Output] = []
         self.device: Any = None
         self.planner: Planner | None = None
+        self._saves: Engine | None = None  # to the file tier, once
         try:
             with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
                 self.device = open_device(device, record=record, **(device_options or {}))
@@ -154,7 +169,10 @@ class LLM:
                 run_ahead=run_ahead,
                 op_timeout_ns=op_timeout_ns,
                 pause_tier=pause_tier,
+                share_prefixes=share_prefixes,
             )
+            if kv_store_dir is not None and not share_prefixes:
+                raise InputError(f"kv_store_dir '{kv_store_dir}' keeps shared pages: it needs share_prefixes=True")
             if config.max_model_len > limit:
                 name = self.model.config.shape.name
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
@@ -165,7 +183,7 @@ class LLM:
                 )
             self._record = bool(record)
             self._say_what_cannot_act(config.cpu_kv_blocks)
-            self._start_engine(config)
+            self._start_engine(config, kv_store_dir, kv_store_bytes)
         except BaseException as error:
             self.close()  # or its threads would outlive a refused argument
             if _out_of_memory(error):
@@ -181,7 +199,7 @@ class LLM:
                 stacklevel=3,
             )
 
-    def _start_engine(self, config: EngineConfig) -> None:
+    def _start_engine(self, config: EngineConfig, kv_store_dir: str | Path | None, kv_store_bytes: int) -> None:
         self.config = config
         self._sessions = self._traced_ns = 0
         self._new_text: Callable[[SamplingParams], Any] | None = None
@@ -190,7 +208,11 @@ class LLM:
             self._new_text = lambda p: TextStream(pieces, p.stop, p.skip_special_tokens)
         stop_planning = self.planner.close if self.planner is not None else lambda: None
         eos_ids = frozenset(self.model.config.eos_ids)
-        self.engine = Engine(self.stages, self.device, self.policy, config, eos_ids, stop_planning)
+        open_store = None
+        if kv_store_dir is not None:
+            open_store = partial(KVStore, kv_store_dir, self.stages.fingerprint(), kv_store_bytes)
+        self.engine = Engine(self.stages, self.device, self.policy, config, eos_ids, stop_planning, open_store)
+        self._saves = self.engine if open_store is not None else None
 
     # -- text --------------------------------------------------------------------------------------------------------
 
@@ -345,11 +367,17 @@ class LLM:
             return {tier: self.engine.kv.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop planning and the lanes, bounded (``timeout_s`` can shorten that); idempotent."""
+        """Stop planning and the lanes, bounded (``timeout_s`` can shorten that), after what a file tier is to keep was
+        written; idempotent."""
         if self.planner is not None:
             self.planner.close()
-        if self.device is not None:
-            self.device.close(timeout_s)
+        saves, self._saves = self._saves, None
+        try:
+            if saves is not None:
+                saves.save_pages()
+        finally:
+            if self.device is not None:
+                self.device.close(timeout_s)
 
     def __repr__(self) -> str:
         return f"<LLM {self.model.config.shape.name} on {self.device.name}, {self.policy.name}>"

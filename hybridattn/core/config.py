@@ -33,6 +33,8 @@ class EngineConfig:
     pause_tier : str
         Where K,V of a session rest between its turns: ``cpu`` moves them down while the CPU tier has room, ``gpu``
         leaves them where they are.
+    share_prefixes : bool
+        Requests that begin with the same tokens share whole pages of them, as far as their ``cache_salt`` is the same.
     """
 
     gpu_kv_blocks: int
@@ -44,12 +46,15 @@ class EngineConfig:
     run_ahead: int = 2
     op_timeout_ns: int = 60_000_000_000
     pause_tier: str = CPU_TIER
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.pause_tier not in TIERS:
             raise InputError(f"pause_tier must be {' or '.join(TIERS)}, got {self.pause_tier!r}")
+        if not isinstance(self.share_prefixes, bool):
+            raise InputError(f"share_prefixes must be True or False, got {self.share_prefixes!r}")
         for f in fields(self):
-            if f.name == "pause_tier":
+            if f.name in ("pause_tier", "share_prefixes"):
                 continue
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int):

@@ -54,6 +54,7 @@ class SamplingParams:
     presence_penalty : subtracted from the logits of tokens that are in the output; in [-2, 2]
     frequency_penalty : subtracted once per occurrence in the output; in [-2, 2]
     skip_special_tokens : leave control tokens out of the text
+    cache_salt : with an engine that shares prefixes, K,V are shared with requests of the same salt only
 
     Numbers may be of any kind that is exact (NumPy's, 0-d arrays) and ids may come as an array; they are kept as
     Python's own.
@@ -81,6 +82,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -101,6 +103,8 @@ class SamplingParams:
             raise InputError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         self._check_switch("ignore_eos")
         self._check_switch("skip_special_tokens")
+        if not isinstance(self.cache_salt, str):
+            raise InputError(f"cache_salt must be a text, got {self.cache_salt!r}")
         self._check_stops()
         self._say_what_cannot_act()
 

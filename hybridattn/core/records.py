@@ -13,7 +13,8 @@ class RequestRecord:
 
     ``token_ns[i]`` is when output token ``i`` was known to the driver. ``finish_reason`` is ``stop``, ``length``,
     ``abort`` or ``error``; anything but the first two is a failure. ``tier`` is where its KV lived last;
-    ``recomputed_tokens`` counts those whose K,V was lost by a preemption.
+    ``recomputed_tokens`` counts those whose K,V was lost by a preemption, ``reused_tokens`` those of the prompt whose
+    K,V was found: of its session, or of another request's prompt.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class RequestRecord:
     scheduled_ns: int | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
+    reused_tokens: int = 0
     error: str | None = None
 
     def __post_init__(self) -> None:

@@ -22,12 +22,14 @@ class State(Enum):
 
 
 class DeclaredTokens:
-    """Token ids of a simulated request: only how many there are. Every id reads as 0."""
+    """Token ids of a simulated request: only how many there are, and how many of the first all such requests share.
+    Every id reads as 0."""
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "shared")
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shared: int = 0) -> None:
         self.count = count
+        self.shared = min(shared, count)
 
     def __len__(self) -> int:
         return self.count
@@ -64,12 +66,14 @@ class Request:
         "max_tokens",
         "num_computed",
         "num_prompt",
+        "page_names",
         "pages",
         "params",
         "preemptions",
         "recomputed_tokens",
         "request_id",
         "requeue",
+        "reused_tokens",
         "row",
         "scheduled_ns",
         "session",
@@ -91,7 +95,9 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.index = index
-        self.token_ids: Any = DeclaredTokens(len(prompt)) if isinstance(prompt, DeclaredTokens) else list(prompt)
+        self.token_ids: Any = (
+            DeclaredTokens(len(prompt), prompt.shared) if isinstance(prompt, DeclaredTokens) else list(prompt)
+        )
         self.num_prompt = len(prompt)
         self.max_tokens = max_tokens
         self.params = params
@@ -103,12 +109,14 @@ class Request:
         self.state = State.WAITING
         self.tier = GPU_TIER
         self.pages = PageTable()  # filled and emptied by the KV manager
+        self.page_names: list[bytes] = []  # of its first whole pages (``hybridattn.kv.prefixes``)
         self.num_computed = 0
         self.in_flight = False  # one of its rows belongs to a micro-batch
         self.row: CpuRow | None = None  # the next one, once its page is there, while it waits on the CPU tier
         self.requeue = False  # LEAVING because of preemption, not of an end
         self.preemptions = 0
         self.recomputed_tokens = 0  # whose K,V was lost with its pages
+        self.reused_tokens = 0  # whose K,V was there when it began
         self.scheduled_ns: int | None = None
         self.end_ns = 0
         self.token_ns: list[int] = []
@@ -145,5 +153,6 @@ class Request:
             scheduled_ns=self.scheduled_ns,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
+            reused_tokens=self.reused_tokens,
             error=self.error,
         )

@@ -53,6 +53,7 @@ class Output:
             "output_tokens": r.output_tokens,
             "preemptions": r.preemptions,
             "recomputed_tokens": r.recomputed_tokens,
+            "reused_tokens": r.reused_tokens,
             **{name: None if ns is None else ns / 1e9 for name, ns in times.items()},
         }
 

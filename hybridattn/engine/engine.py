@@ -21,6 +21,7 @@ from hybridattn.engine.quiet_steps import QuietSteps
 from hybridattn.engine.request_queue import RequestQueue
 from hybridattn.executor.fast_path import FastExecutor, executor_class
 from hybridattn.kv.manager import KVManager, Move
+from hybridattn.kv.prefixes import PageStore
 from hybridattn.policies.base import Policy, StepView
 from hybridattn.scheduler.scheduler import Scheduler, SchedulerOutput
 
@@ -77,6 +78,7 @@ class Engine:
     ----------
     eos_ids : ids that end a request
     on_broken : called once when the engine breaks, e.g. to end what planned for it
+    open_store : with ``share_prefixes``: makes the file tier, given how to read and to replace a page of the CPU tier
     """
 
     def __init__(
@@ -87,12 +89,16 @@ class Engine:
         config: EngineConfig,
         eos_ids: frozenset[int] = frozenset(),
         on_broken: Callable[[], None] = lambda: None,
+        open_store: Callable[[Callable[[int], bytes], Callable[[int, bytes], None]], PageStore] | None = None,
     ) -> None:
         self.device = device
         self.policy = policy
         self.config = config
         self.broken: HybridAttnError | None = None
-        self.kv = KVManager(config, can_move=hasattr(stages, "move"))
+        store = None
+        if open_store is not None:
+            store = open_store(self._read_page, stages.write_page)  # type: ignore[attr-defined]
+        self.kv = KVManager(config, hasattr(stages, "move"), store)
         self.scheduler = Scheduler(config, policy, self.kv, self._ended)
         self.executor = executor_class(stages, device)(
             stages,
@@ -230,6 +236,21 @@ class Engine:
             if not self.unfinished and self.broken is None:
                 self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
 
+    def save_pages(self) -> None:
+        """Contexts of sessions and common prefixes go to the file tier, where there is one, and are forgotten here."""
+        if self.broken is not None or self.kv.prefixes is None or self.kv.prefixes.store is None:
+            return
+        with self.at_work:
+            self.executor.moves.wait_all()
+            self.kv.contexts.clear()
+            self.kv.lower()
+            self._begin(self.kv.take_begun())
+            self.executor.moves.wait_all()
+            self.kv.prefixes.save_all()
+
+    def _read_page(self, page: int) -> bytes:
+        return self.executor.read_page(page)
+
     @property
     def unfinished(self) -> int:
         """Requests that somebody waits for."""
@@ -292,6 +313,7 @@ class Engine:
             self.scheduler.computed(output.batch)
         events = [self._output.deliver(s) for s in sampled]
         self.scheduler.swaps.park()
+        self.kv.lower()
         self._begin(self.kv.take_begun())
         return events
 

@@ -84,6 +84,11 @@ class Executor:
         other; ``done`` is called at the end of the first step after which it has come."""
         self.moves.add(self._submitter.move(request, source, blocks, tokens), done)
 
+    def read_page(self, page: int) -> bytes:
+        """The content of a page of the CPU tier that nobody writes to, all layers."""
+        self._submitter.settle()
+        return self.stages.read_page(page)  # type: ignore[attr-defined]
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: StepView | None = None) -> list[Sampled]:

@@ -172,6 +172,11 @@ class Submitter:
         self._sampling.clear()
         return sampled
 
+    def settle(self) -> None:
+        """Wait, bounded, until all K,V that went down are there."""
+        while self._offloads:
+            self._offloads.popleft().wait(self._timeout_ns)
+
     def _check_offloads(self) -> None:
         """Raise the error of a copy of K,V that failed. A token that would read it comes later: its own copy goes down
         behind this one, and has ended when the token is handed out."""

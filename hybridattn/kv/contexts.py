@@ -58,7 +58,7 @@ class Contexts:
     def stand_in(self, request: Request) -> Request:
         """A request was preempted: its K,V stay with who is returned, until it is admitted again."""
         held = Request(request.request_id, request.index, request.token_ids, 1, None, request.arrival_ns)
-        held.tier, held.num_computed = request.tier, request.num_computed
+        held.tier, held.num_computed, held.page_names = request.tier, request.num_computed, request.page_names
         held.pages, request.pages = request.pages, PageTable()
         self._rest(request, held)
         return held
@@ -87,11 +87,7 @@ class Contexts:
 
     def on_gpu(self) -> list[Request]:
         """Those at rest that hold pages of the GPU tier."""
-        return self._at_rest(GPU_TIER)
-
-    def reclaimable(self, tier: str) -> int:
-        """Pages of a tier that ``evict`` could free."""
-        return sum(len(r.pages.on(tier)) for r in self._at_rest(tier))
+        return self.at_rest(GPU_TIER)
 
     def evict(self, tier: str) -> bool:
         """Drop the context that has paused for the longest of those with pages on a tier; False: there is none."""
@@ -123,7 +119,8 @@ class Contexts:
             held.in_flight = False
             self.drop(key)
 
-    def _at_rest(self, tier: str) -> list[Request]:
+    def at_rest(self, tier: str) -> list[Request]:
+        """Those that hold pages of a tier and do not move: ``evict`` may take them."""
         return [r for r in self._held.values() if not r.in_flight and r.pages.on(tier)]
 
 

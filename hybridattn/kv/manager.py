@@ -1,7 +1,8 @@
 """The KV manager: which page of which request lies on which tier, and who gets the next one.
 
 Every page of a tier is in exactly one place: free in its pool, in the page table of a running request, in that of a
-context (K,V that a session left behind), or on one of the two sides of a copy under way:
+context (K,V that a session left behind), or on one of the two sides of a copy under way; only pages of a common prefix
+(``hybridattn.kv.prefixes``) are in several tables:
 
     pages of the old tier    |---------- held, read by the copy ----------|free
     pages of the new tier    |---------- held, written by the copy -------|read from now on
@@ -17,15 +18,17 @@ Bookkeeping only: the bytes live in ``hybridattn.kv.storage``, copies are the ex
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.page_table import CPU_TIER, GPU_TIER, PageTable, other
-from hybridattn.core.request import Request, State
+from hybridattn.core.request import DeclaredTokens, Request, State
 from hybridattn.kv.blocks import BlockPool, blocks_for
 from hybridattn.kv.contexts import Contexts
+from hybridattn.kv.prefixes import PageStore, Prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +72,21 @@ class KVManager:
     ----------
     can_move : K,V can be copied between the tiers
     pools : the free pages of each tier
+    prefixes : what names pages that requests may share; None where they do not
     contexts : K,V that sessions left behind
     under_way : moves begun and not known to have arrived
     """
 
-    __slots__ = ("_begun", "_page", "can_move", "contexts", "pools", "under_way")
+    __slots__ = ("_begun", "_page", "can_move", "contexts", "pools", "prefixes", "under_way")
 
-    def __init__(self, config: EngineConfig, can_move: bool = False) -> None:
+    def __init__(self, config: EngineConfig, can_move: bool = False, store: PageStore | None = None) -> None:
         self.can_move = can_move
         self._page = config.page_size
         self.pools = {
             GPU_TIER: BlockPool(GPU_TIER, config.gpu_kv_blocks, config.page_size),
             CPU_TIER: BlockPool(CPU_TIER, config.cpu_kv_blocks, config.page_size),
         }
+        self.prefixes = Prefixes(config.page_size, self.pools, store) if config.share_prefixes else None
         self.contexts = Contexts(self.cut)
         self.under_way: list[Move] = []
         self._begun: list[Move] = []
@@ -98,7 +103,29 @@ class KVManager:
 
     def free(self, tier: str) -> int:
         """Pages that are free, or that contexts would give up."""
-        return self.pools[tier].num_free + (self.contexts.reclaimable(tier) if self.contexts else 0)
+        free = self.pools[tier].num_free
+        if not self.contexts:
+            return free
+        if self.prefixes is None:
+            return free + sum(len(r.pages.on(tier)) for r in self.contexts.at_rest(tier))
+        return free + len(self._reclaimable(tier))
+
+    def free_for(self, request: Request, tier: str) -> int:
+        """The same, and pages of its first tokens that others hold."""
+        free = self.free(tier)
+        if self.prefixes is None or self._prefix_tier(request, tier) != tier:
+            return free
+        pool, lost = self.pools[tier], self._reclaimable(tier)
+        return free + sum(1 for page in self.prefixes.found(request, tier) if pool.holders(page) and page not in lost)
+
+    def has_prefix(self, request: Request, tier: str) -> bool:
+        """Some of its first tokens need not be computed on ``tier``."""
+        return self.prefixes is not None and bool(self.prefixes.found(request, tier))
+
+    def _reclaimable(self, tier: str) -> set[int]:
+        """Pages that nobody would hold if contexts gave them up."""
+        held = Counter(page for r in self.contexts.at_rest(tier) for page in r.pages.on(tier))
+        return {page for page, count in held.items() if self.pools[tier].holders(page) == count}
 
     # -- a request begins and ends -----------------------------------------------------------------------------------
 
@@ -114,6 +141,10 @@ class KVManager:
         if taken is not None:
             held, request.num_computed = taken
             request.pages, held.pages = held.pages, PageTable()
+        if self.prefixes is not None:
+            self._share(request, CPU_TIER if cold else self._prefix_tier(request, tier))
+        if request.scheduled_ns is None:
+            request.reused_tokens = request.num_computed
         request.recomputed_tokens += max(0, before - request.num_computed)
         then = State.DECODE if request.num_output and request.num_computed == request.num_tokens - 1 else State.PREFILL
         table, need = request.pages, self.need(request)
@@ -130,6 +161,7 @@ class KVManager:
     def preempt(self, request: Request) -> None:
         """A request gives its pages of the tier up: K,V go down while the CPU tier has pages that are free, and have to
         be computed again otherwise."""
+        self.computed(request)
         count = blocks_for(request.num_computed, self._page)
         fits = count - request.pages.num_cold <= self.pools[CPU_TIER].num_free
         if not (count and fits and request.tier == GPU_TIER and self.can_move):
@@ -157,6 +189,72 @@ class KVManager:
         while pool.num_free < count and self.contexts.evict(tier):
             pass
         return pool.allocate(count)
+
+    # -- common prefixes ---------------------------------------------------------------------------------------------
+
+    def computed(self, request: Request) -> None:
+        """Whole pages whose K,V the request has can be found from now on."""
+        if self.prefixes is not None:
+            self.prefixes.computed(request)
+
+    def doubt(self, request: Request) -> None:
+        """A request failed: its K,V are not shared any more."""
+        if self.prefixes is not None:
+            self.prefixes.doubt(request)
+
+    def must_wait(self, request: Request, prefilling: Sequence[Request]) -> bool:
+        """The next page of its first tokens is being computed by somebody else; what files hold is loaded before."""
+        if self.prefixes is None:
+            return False
+        self.prefixes.load(request)
+        return self.prefixes.in_the_making(request, prefilling)
+
+    def _prefix_tier(self, request: Request, tier: str) -> str:
+        """Where the pages come from that a request of ``tier`` may share: the CPU tier where that holds more of them
+        and they can come up."""
+        assert self.prefixes is not None
+        found = self.prefixes.found
+        up = tier == GPU_TIER and self.can_move and len(found(request, CPU_TIER)) > len(found(request, GPU_TIER))
+        return CPU_TIER if up else tier
+
+    def _share(self, request: Request, source: str) -> None:
+        """A request begins with pages of ``source`` that are there already. One that it would write to is its own: a
+        context that ends inside a page with a name gives that page up."""
+        assert self.prefixes is not None
+        whole = request.num_computed // self._page
+        if request.num_computed % self._page:
+            at = request.pages.tier_of(whole)
+            last = request.pages.on(at)[whole if at == CPU_TIER else whole - request.pages.num_cold]
+            if self.pools[at].holders(last) > 1 or self.pools[at].name_of(last) is not None:
+                request.num_computed = whole * self._page
+                self.cut(request, request.num_computed)
+        if not request.pages:
+            pages = self.prefixes.found(request, source)
+            for page in pages:
+                self.pools[source].share(page)
+            request.pages.append(source, pages)
+            request.num_computed = len(pages) * self._page
+            self.prefixes.reused_tokens += request.num_computed
+
+    def lower(self) -> None:
+        """Pages of prefixes that nobody holds any more on the GPU tier are copied down, while the CPU tier has pages
+        that are free; they stay where they are until somebody needs the room."""
+        gpu, cpu = self.pools[GPU_TIER], self.pools[CPU_TIER]
+        released, gpu.released, cpu.released = gpu.released, [], []
+        if not self.can_move or not released:
+            return
+        pages = [page for page in dict.fromkeys(released) if not gpu.holders(page)]
+        names = {page: name for page in pages if (name := gpu.name_of(page)) and cpu.find(name) is None}
+        names = dict(list(names.items())[: cpu.num_free])
+        if not names:
+            return
+        held = Request("prefix", 0, DeclaredTokens(len(names) * self._page), 1, None, 0)
+        held.num_computed, held.page_names = held.num_tokens, list(names.values())
+        held.state = State.FINISHED  # nobody holds the copies either
+        held.pages.append(GPU_TIER, list(names))
+        for page in names:
+            gpu.share(page)
+        self.move_context(held, CPU_TIER)
 
     # -- a request grows ---------------------------------------------------------------------------------------------
 
@@ -246,14 +344,19 @@ class KVManager:
 
     def arrived(self, move: Move) -> None:
         """The copy has ended: the pages that it read are free."""
+        left = move.request.pages.arrive()
+        self.computed(move.request)
+        self._leave(move, left)
+
+    def _leave(self, move: Move, left: list[int]) -> None:
         self.under_way.remove(move)
-        self.pools[move.source].free(move.request.pages.arrive())
+        self.pools[move.source].free(left)
         if move.then is State.PAUSED:
             self.contexts.arrived(move.request)
 
     def give_up(self) -> None:
         """Nothing is in flight any more: pages that copies read go back, and every context is forgotten."""
         for move in tuple(self.under_way):
-            self.arrived(move)
+            self._leave(move, move.request.pages.arrive())
         self._begun = []
         self.contexts.clear()

@@ -99,6 +99,7 @@ def _latency_values(requests: Sequence[RequestRecord]) -> dict[str, int | float 
         "empty": summary.empty,
         "preemptions": sum(r.preemptions for r in requests),
         "recomputed_tokens": sum(r.recomputed_tokens for r in requests),
+        "reused_tokens": sum(r.reused_tokens for r in requests),
     }
     for name in ("ttft", "tpot", "itl", "e2el", "queue", "per_token"):
         values |= _spread(name, getattr(summary, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class TorchStages:
         self.num_layers = shape.num_layers
         self.config = config
         self.model_config = model.config
+        self._weights = model.weights
         self.cost = ModelCost(shape, DTYPE_NAMES[model.weights.dtype], kv_dtype)
         self.sm_scale = shape.head_dim**-0.5
         order = backends.layout_of(backend)
@@ -280,6 +282,24 @@ class TorchStages:
         lane = D2H if source == GPU_TIER else H2D
         run = self.gpu_tier.move(source, on_gpu, on_cpu)
         return Op("move k,v", lane, self.cost.move_request(tokens), run, requests=(request.request_id,))
+
+    def fingerprint(self) -> bytes:
+        """Of all that the bytes of a page depend on: the model, by a sample of each of its tensors, and the layout."""
+        pages = self.gpu_tier.cpu_pages
+        found = blake2b(repr((self.model_config, pages.layout, self.cost.dtype)).encode())
+        for tensor in self._weights.tensors():
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 4096)].float().cpu().numpy()
+            found.update(repr(tuple(tensor.shape)).encode() + sample.tobytes())
+        return found.digest()
+
+    def read_page(self, page: int) -> bytes:
+        """The content of a page of the CPU tier, all layers."""
+        return self.gpu_tier.cpu_pages.buffer[:, page].tobytes()
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """Replace it."""
+        buffer = self.gpu_tier.cpu_pages.buffer
+        buffer[:, page] = np.frombuffer(data, np.uint8).reshape(buffer[:, page].shape)
 
     def load_kv(self, layer: int, segment: Segment) -> Op:
         blocks, count = np.asarray(segment.request.pages.cold, np.int64), segment.loads

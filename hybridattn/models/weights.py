@@ -55,10 +55,14 @@ class DecoderWeights:
 
     def num_bytes(self) -> int:
         """Bytes of all storages, tied ones counted once."""
-        tensors = [self.embed, self.final_norm, self.head]
+        return sum({t.data_ptr(): t.nbytes for t in self.tensors()}.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in a fixed order."""
+        found = [self.embed, self.final_norm, self.head]
         for layer in self.layers:
-            tensors += [t for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+            found += [t for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
+        return found
 
 
 def torch_dtype(dtype: str) -> torch.dtype:

@@ -45,6 +45,7 @@ class Finish:
         queues = self._queues
         (queues.waiting if request.state is State.WAITING else queues.running).remove(request)
         queues.step_out(request)
+        (self._kv.doubt if reason == "error" else self._kv.computed)(request)
         if request.keep and reason in ("stop", "length") and request.pages:
             self._kv.contexts.keep(request)
         else:

@@ -8,6 +8,8 @@ how long a short one may wait behind it is said in docs/limits.md.
 
 from __future__ import annotations
 
+from functools import partial
+
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import Request, State
@@ -90,6 +92,8 @@ class Prompts:
         held = self._kv.contexts.find(request)
         if held is not None and held.in_flight:
             return None, 0  # its context is on its way
+        if held is None and self._kv.must_wait(request, self._queues.prefilling):
+            return None, 0
         tier, cold = self._place(request, held)
         if tier is None:
             return None, 0
@@ -107,7 +111,8 @@ class Prompts:
         served = len(queues.decoding) + sum([r.tier == GPU_TIER for r in queues.prefilling])
         now, most = kv.need(request), kv.need_at_most(request)
         view = RequestView(request.index, now, most, request.num_tokens, len(queues.waiting), served)
-        rooms = {t: TierView(kv.free(t), kv.pools[t].num_blocks) for t in TIERS}
+        free = kv.free if held is not None else partial(kv.free_for, request)
+        rooms = {t: TierView(free(t), kv.pools[t].num_blocks) for t in TIERS}
         tier = policy.place(view, rooms)
         if tier != CPU_TIER and self._cold_pages.wanted:
             cold = self._cold_pages.at_admission(request)
@@ -123,7 +128,7 @@ class Prompts:
     def _must_wait_for_staging(
         self, request: Request, cold: int, held: Request | None, budget: int, segments: list[Segment]
     ) -> bool:
-        if held is None:
+        if held is None and not self._kv.has_prefix(request, CPU_TIER):
             return bool(cold or request.num_tokens > budget) and self._staging_taken(segments)
         pulled = any(s.loads for s in segments if s.prefill)  # in this very step
         return pulled or self._staging_taken(segments)

@@ -140,6 +140,7 @@ class Scheduler:
             request = s.request
             assert isinstance(request, Request)
             request.num_computed = s.start + s.num_tokens
+            self._kv.computed(request)
             if s.samples:
                 request.state = State.DECODE
                 self.queues.prefilled(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 def check_pages(engine):
     """Every page is held once or free, and none by a request that waits."""
@@ -11,12 +13,15 @@ def check_pages(engine):
 
 
 def check_held(kv, running):
-    """Every page is held once or free: by a request, by a context of a session, by one side of a copy under way."""
+    """Every page is held or free: by a request, by a context, by one side of a copy under way; and by one of them only
+    unless prefixes are shared."""
     on_their_way = [m.request for m in kv.under_way]  # a context that was dropped meanwhile is in no other place
     holders = {id(r): r for r in [*running, *kv.contexts, *on_their_way]}.values()
     for tier, pool in kv.pools.items():
-        held = [page for r in holders for page in r.pages.held(tier)]
-        assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
+        held = Counter(page for r in holders for page in r.pages.held(tier))
+        assert all(pool.holders(page) == held[page] for page in range(pool.num_blocks))
+        assert len(held) + pool.num_free == pool.num_blocks
+        assert kv.prefixes is not None or max(held.values(), default=1) == 1
 
 
 def check_empty(engine):
