@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 from cpu_kernels import handed, jit
 from cpu_kernels import isa as isa_levels
 from cpu_kernels.codegen.decode import build_decode
-from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, MAX_NODES, Item, Job
+from cpu_kernels.codegen.fields import ITEM_WORDS, JOB_WORDS, MAX_NODES, MEMBER_WORDS, TOGETHER, Item, Job
+from cpu_kernels.common import Common, common_beginnings, rows_at_once
 from cpu_kernels.layout import LANES, Layout
 from cpu_kernels.plan import DecodeInputs
 from cpu_kernels.tuning import Tuning, current
@@ -25,14 +27,14 @@ _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
 
 
 @cache
-def kernel_address(layout: Layout, level: str, group: int, tuning: Tuning) -> int:
+def kernel_address(layout: Layout, level: str, group: int, tuning: Tuning, rows: int = 1) -> int:
     """Compile (or load) the decode kernel and return its address; it stays loaded for the life of the process."""
-    ir = build_decode(layout, level, group, tuning)
+    ir = build_decode(layout, level, group, tuning, rows=rows)
     return jit.load(ir, ("decode",), jit.target_of(level, layout.kind.extras(level))).addresses["decode"]
 
 
-def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
-    """Divide the rows into items of at most one split each.
+def work_items(inputs: DecodeInputs, common: Sequence[Common] = ()) -> tuple[np.ndarray, int]:
+    """Divide the rows into items of at most one split each, behind what they have in common with others.
 
     Returns
     -------
@@ -43,20 +45,49 @@ def work_items(inputs: DecodeInputs) -> tuple[np.ndarray, int]:
     """
     first, last = inputs.reach.first, inputs.reach.last
     split = inputs.split_tokens
+    before = np.zeros(len(first), np.int64)  # splits that others bring
+    if common:
+        first = first.copy()
+        for c in common:
+            first[c.rows], before[c.rows] = c.tokens, -(-c.tokens // split)
     head, tail = first // split, -(-last // split)
-    count = np.maximum(tail - head, 1)
-    row = np.repeat(np.arange(len(count)), count)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    partial = np.cumsum(np.where(count > 1, count, 0)) - np.where(count > 1, count, 0)
+    own = np.maximum(tail - head, 1)
+    row = np.repeat(np.arange(len(own)), own)
+    index = np.arange(len(row)) - np.repeat(np.cumsum(own) - own, own)
+    count = own + before
+    partials = np.where(count > 1, count, 0)
     items = np.empty((len(row), ITEM_WORDS), np.int64)
-    items[:, Item.SEQ], items[:, Item.SPLIT] = row, index
-    items[:, Item.NUM_SPLITS], items[:, Item.PARTIAL] = count[row], partial[row]
+    items[:, Item.SEQ], items[:, Item.SPLIT] = row, before[row] + index
+    items[:, Item.NUM_SPLITS], items[:, Item.PARTIAL] = count[row], (np.cumsum(partials) - partials)[row]
     start = (head[row] + index) * split
     items[:, Item.FIRST] = np.maximum(start, first[row])
     items[:, Item.LAST] = np.minimum(start + split, last[row])
-    items[:, Item.APPEND_SLOT] = np.where(index == count[row] - 1, inputs.slots[row], -1)
+    items[:, Item.APPEND_SLOT] = np.where(index == own[row] - 1, inputs.slots[row], -1)
     items[:, Item.SEQ_LEN] = inputs.reach.query[row] + 1
-    return items, int(np.where(count > 1, count, 0).sum())
+    return items, int(partials.sum())
+
+
+def items_together(
+    inputs: DecodeInputs, common: Sequence[Common], own: np.ndarray, rows_at_once: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Items of what rows have in common, split by split, and the rows that they bring together: see `fields.Member`.
+
+    `own` are the rows' own items, in order.
+    """
+    first_own = np.searchsorted(own[:, Item.SEQ], np.arange(inputs.num_seqs))
+    items: list[tuple[int, ...]] = []
+    members: list[np.ndarray] = []
+    split, at = inputs.split_tokens, 0
+    for c in common:
+        members.append(np.stack([c.rows, *own[first_own[c.rows]][:, [Item.PARTIAL, Item.NUM_SPLITS]].T], axis=1))
+        for number, start in enumerate(range(0, c.tokens, split)):
+            for r in range(0, len(c.rows), rows_at_once):
+                items.append((
+                    int(c.rows[r]), start, min(start + split, c.tokens), number, min(rows_at_once, len(c.rows) - r),
+                    at + r, TOGETHER, 1,
+                ))  # fmt: skip
+        at += len(c.rows)
+    return np.array(items, np.int64), np.ascontiguousarray(np.concatenate(members), np.int64)
 
 
 def heads_per_unit(items: np.ndarray, heads: int, token_bytes: int, group: int, tuning: Tuning) -> int:
@@ -77,8 +108,9 @@ def heads_per_unit(items: np.ndarray, heads: int, token_bytes: int, group: int, 
 
 def chunk_edges(items: np.ndarray, heads: int, token_bytes: int, chunk_bytes: int) -> np.ndarray:
     """Cut the units into contiguous chunks of about equal bytes: int64 unit numbers, both ends included."""
-    # An item costs something even when it has no key.
-    cost = np.repeat(np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1) * token_bytes, heads)
+    # An item costs something even when it has no key, and computes for each of its rows.
+    rows = np.where(items[:, Item.APPEND_SLOT] == TOGETHER, items[:, Item.NUM_SPLITS], 1)
+    cost = np.repeat(np.maximum(items[:, Item.LAST] - items[:, Item.FIRST], 1) * rows * token_bytes, heads)
     done = np.cumsum(cost)
     if not len(done):
         return np.zeros(2, np.int64)  # one empty chunk: a job without work ends like any other
@@ -142,11 +174,17 @@ class NativeDecode:
         layout = pages.layout
         if kernel is None and layout.order != "tiles":
             raise ValueError(f"backend 'native' reads pages of layout 'tiles', these are {layout.order!r}")
-        self.kernel = kernel_address(layout, level, inputs.group, tuning) if kernel is None else kernel
-        items, num_partials = work_items(inputs)
+        common = common_beginnings(inputs) if inputs.read_once and kernel is None else []
+        rows = rows_at_once(inputs.group) if common else 1
+        self.kernel = kernel_address(layout, level, inputs.group, tuning, rows) if kernel is None else kernel
+        items, num_partials = work_items(inputs, common)
+        self.members = np.empty((0, MEMBER_WORDS), np.int64)
+        if common:
+            together, self.members = items_together(inputs, common, items, rows)
+            items = np.concatenate([together, items])
         self.items, counts = by_node(items, inputs)
         token_bytes = layout.head_bytes // layout.page_size
-        self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group, tuning)
+        self.unit_heads = heads_per_unit(self.items, pages.num_kv_heads, token_bytes, inputs.group * rows, tuning)
         self.units_per_item = -(-pages.num_kv_heads // self.unit_heads)
         self.edges, self.chunk_ends = node_edges(
             self.items, counts, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes
@@ -170,8 +208,9 @@ class NativeDecode:
         bits = np.array([inputs.sm_scale, inputs.logits_soft_cap], np.float32).view(np.uint32).tolist()
         tables = [0 if x is None else x.ctypes.data for x in (inputs.alibi_slopes, inputs.sinks)]
         rows = [0 if x is None or x.ndim == 1 else x.strides[0] for x in (inputs.alibi_slopes, inputs.sinks)]
-        spare = JOB_WORDS - Job.SINKS_ROW - 1
-        return (*bits, *tables, inputs.pages.num_kv_heads, self.unit_heads, self.units_per_item, *rows, *(0,) * spare)
+        spare = JOB_WORDS - Job.MEMBERS - 1
+        sizes = (inputs.pages.num_kv_heads, self.unit_heads, self.units_per_item)
+        return (*bits, *tables, *sizes, *rows, 0, self.members.ctypes.data, *(0,) * spare)
 
     def workspace(self) -> Workspace:
         return Workspace(self._partial_bytes, self._num_counters)

@@ -41,6 +41,8 @@ class DecodeInputs:
     sinks : ndarray float32, like `alibi_slopes`; -inf where a head or row has none
     split_tokens : int
         Tokens of one split, a multiple of the page size.
+    read_once : bool
+        Pages that several rows begin with are read once for all of them.
     shared_slot : str
         Why nothing can be appended: two rows have one slot. Empty where they do not.
     """
@@ -58,6 +60,7 @@ class DecodeInputs:
     sinks: np.ndarray | None
     split_tokens: int
     shared_slot: str = ""
+    read_once: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -216,6 +219,7 @@ def plan_decode(
     isa: str | None = None,
     backend: str = "native",
     split_tokens: int | None = None,
+    read_once: bool = False,
 ) -> DecodePlan:
     """Check a decode step and divide its work. All refusals happen here.
 
@@ -259,6 +263,9 @@ def plan_decode(
     split_tokens : int, optional
         A longer row is computed in fixed splits of this many tokens (default 2048) and merged in order, so that a
         row's result does not depend on the batch or on the number of threads.
+    read_once : bool
+        Rows that begin with the same pages have these read once for many of them (native back end; the others read
+        them for each). A row's result may then depend on the batch in its last bits. Off by default.
 
     Returns
     -------
@@ -286,7 +293,7 @@ def plan_decode(
     slopes = None if alibi_slopes is None else floats("alibi_slopes", alibi_slopes, heads, len(lens))
     inputs = DecodeInputs(
         pages, table, lens, reach, slots, heads, group, scale, soft_cap(logits_soft_cap), slopes,
-        sinks_of(sinks, with_sinks, heads, len(lens)), split, shared,
+        sinks_of(sinks, with_sinks, heads, len(lens)), split, shared, read_once,
     )  # fmt: skip
     return DecodePlan(inputs, backend, isa)
 

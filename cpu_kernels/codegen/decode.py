@@ -18,7 +18,7 @@ from __future__ import annotations
 from cpu_kernels.codegen import results, softmax
 from cpu_kernels.codegen.amx import AmxMath, EmulatedTiles, HardwareTiles
 from cpu_kernels.codegen.emit import Module
-from cpu_kernels.codegen.fields import ITEM_WORDS, Item, Job
+from cpu_kernels.codegen.fields import ITEM_WORDS, MEMBER_WORDS, TOGETHER, Item, Job, Member
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
 from cpu_kernels.codegen.lines import Ahead, LineMath, PageMath
@@ -43,14 +43,19 @@ def page_math(k: Frame, emulate_amx: bool = False) -> PageMath:
 
 
 class DecodeKernel:
-    """Builds the kernel; the methods follow the order of the computation."""
+    """Builds the kernel; the methods follow the order of the computation.
 
-    def __init__(self, layout: Layout, level: str, group: int, tuning: Tuning, emulate_amx: bool) -> None:
-        self.layout, self.level, self.group, self.tuning, self.emulate_amx = layout, level, group, tuning, emulate_amx
+    With `rows` above 1 its items bring up to so many rows together (`fields.TOGETHER`): their queries are one group.
+    """
 
-    def build(self) -> str:
-        module = Module()
-        f = module.function("decode", (PTR, I64, I64))
+    def __init__(
+        self, layout: Layout, level: str, group: int, tuning: Tuning, emulate_amx: bool, rows: int = 1
+    ) -> None:
+        self.layout, self.level, self.tuning, self.emulate_amx = layout, level, tuning, emulate_amx
+        self.rows, self.row_group, self.group = rows, group, group * rows
+
+    def build(self, module: Module, name: str) -> None:
+        f = module.function(name, (PTR, I64, I64))
         job, first, last = f.args
         with f.default_floats():
             self.k = k = Frame(f, job, self.layout, self.level, self.group, self.tuning)
@@ -60,7 +65,6 @@ class DecodeKernel:
             with f.loop(first, last) as unit:
                 self._unit(unit)
             self.math.end(k)
-        return module.text()
 
     def _take_state(self) -> None:
         k, f = self.k, self.k.f
@@ -90,7 +94,7 @@ class DecodeKernel:
         with f.loop(h0, h1) as head:
             self._use_head(head, h0)
             self._append(item)
-            self._reset()
+            self._reset(item)
         end = (last + (k.page - 1)) // k.page
         with f.loop(first // k.page, end) as page:
             beyond = f.var(PTR, following)
@@ -107,7 +111,10 @@ class DecodeKernel:
                 self._page(page * k.page, here, ahead, (first, last))
         with f.loop(h0, h1) as head:
             self._use_head(head, h0)
-            results.finish(k, item)
+            if self.rows == 1:
+                results.finish(k, item)
+            else:
+                self._finish_rows(item)
 
     def _late_source(self, page: Value, end: Value, last: Value, following: Value, h0: Value) -> Var:
         """Where the second half of a page's V fetches from: the next page, or what follows if that half is not needed.
@@ -143,6 +150,8 @@ class DecodeKernel:
 
     def _append(self, item: Value) -> None:
         k, f = self.k, self.k.f
+        if self.rows > 1:
+            return
         slot = k.item(item, Item.APPEND_SLOT)
         with f.when((slot >= 0) & k.word(Job.K_NEW).ne(0)):
             block = k.base.at((slot // k.page) * k.page_bytes + k.head * k.layout.head_bytes)
@@ -155,14 +164,42 @@ class DecodeKernel:
             ]
             self.codec.write(block, slot % k.page, rows[0], rows[1], k.word(Job.NEW_CODE))
 
-    def _reset(self) -> None:
+    def _reset(self, item: Value) -> None:
         """Zero the running state and take in the queries of the group."""
+        f = self.k.f
+        if self.rows == 1:
+            self._take_queries(self.k.seq, f.const(I64, 0))
+            return
+        count = self.k.item(item, Item.NUM_SPLITS)
+        with f.loop(0, self.rows) as r:  # of fewer rows, the first stands for those that are not there
+            member = self._member(item, (r < count).select(r, 0))
+            self._take_queries(f.load(I64, member, Member.SEQ * 8), r * self.row_group)
+
+    def _member(self, item: Value, r: Value) -> Value:
+        return self.k.pointer(Job.MEMBERS).at((self.k.item(item, Item.PARTIAL) + r) * (MEMBER_WORDS * 8))
+
+    def _finish_rows(self, item: Value) -> None:
+        """Save each row's part of the item; a row that has all its parts is merged."""
+        k, f, size = self.k, self.k.f, self.row_group
+        o, m, l = k.o, k.m, k.l  # noqa: E741
+        with f.loop(0, k.item(item, Item.NUM_SPLITS)) as r:
+            member = self._member(item, r)
+            k.seq = f.load(I64, member, Member.SEQ * 8)
+            k.group, k.o = size, o.at(r * (size * k.dim * 4))
+            k.m, k.l = m.at(r * (size * 4)), l.at(r * (size * 64))
+            first, splits = (f.load(I64, member, word * 8) for word in (Member.PARTIAL, Member.NUM_SPLITS))
+            results.finish_part(k, first, k.item(item, Item.SPLIT), splits)
+        k.group = self.group
+
+    def _take_queries(self, seq: Value, first: Value) -> None:
+        """The queries of row `seq` become those from `first` on of the group."""
         k, f = self.k, self.k.f
         q_head, code = k.word(Job.Q_HEAD), k.word(Job.Q_CODE)
-        rows = k.pointer(Job.Q).at(k.seq * k.word(Job.Q_ROW) + k.head * (q_head * self.group))
+        rows = k.pointer(Job.Q).at(seq * k.word(Job.Q_ROW) + k.head * (q_head * self.row_group))
         shift = element_shift(code)
-        with f.loop(0, self.group) as g:
-            source = rows.at(g * q_head)
+        with f.loop(0, self.row_group) as turn:
+            source = rows.at(turn * q_head)
+            g = first + turn
             with f.loop(0, k.dim, LANES) as d:
                 f.store(load_as_f32(f, source.at(d << shift), code, LANES, self.level), self.row, d * 4)
                 f.store(f.const(V16F, 0.0), k.o, (g * k.dim + d) * 4)
@@ -209,7 +246,9 @@ class DecodeKernel:
                 f.prefetch(values.at(c * k.column_bytes + at), k.tuning.cache_level)
 
 
-def build_decode(layout: Layout, level: str, group: int, tuning: Tuning = TABLE, *, emulate_amx: bool = False) -> str:
+def build_decode(
+    layout: Layout, level: str, group: int, tuning: Tuning = TABLE, *, rows: int = 1, emulate_amx: bool = False
+) -> str:
     """Return the IR of the decode kernel of `group` query heads per KV head.
 
     Parameters
@@ -222,7 +261,24 @@ def build_decode(layout: Layout, level: str, group: int, tuning: Tuning = TABLE,
         Query heads per KV head.
     tuning : Tuning
         How far ahead and how densely memory is fetched; the results do not depend on it.
+    rows : int
+        Above 1, items that bring up to so many rows together are understood besides.
     emulate_amx : bool
         Use the AMX algorithm with emulated tiles (bf16 on level ``avx512_bf16``; for tests).
     """
-    return DecodeKernel(layout, level, group, tuning, emulate_amx).build()
+    module = Module()
+    if rows == 1:
+        DecodeKernel(layout, level, group, tuning, emulate_amx).build(module, "decode")
+        return module.text()
+    DecodeKernel(layout, level, group, tuning, emulate_amx).build(module, "one_row")
+    DecodeKernel(layout, level, group, tuning, emulate_amx, rows).build(module, "many_rows")
+    f = module.function("decode", (PTR, I64, I64))
+    job, first, last = f.args
+    items, per_item = f.load(PTR, job, Job.ITEMS * 8), f.load(I64, job, Job.UNITS_PER_ITEM * 8)
+    with f.loop(first, last) as unit:
+        slot = f.load(I64, items.at((unit // per_item) * (ITEM_WORDS * 8)), Item.APPEND_SLOT * 8)
+        with f.either(slot.eq(TOGETHER)) as together:
+            f.call("void", "many_rows", job, unit, unit + 1)
+            together.otherwise()
+            f.call("void", "one_row", job, unit, unit + 1)
+    return module.text()

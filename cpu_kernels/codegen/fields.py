@@ -59,6 +59,7 @@ class Job(IntEnum):
     ALIBI_ROW = 66  # bytes from one sequence's slopes to the next one's, 0: all share them
     SINKS_ROW = 67
     LIMIT = 68  # for kernels that are not generated here
+    MEMBERS = 69  # address of the rows of items that bring several together, int64 [n, 3]: see `Member`
 
 
 JOB_WORDS = 72
@@ -81,6 +82,19 @@ class Item(IntEnum):
 
 
 ITEM_WORDS = 8
+
+TOGETHER = -2  # in APPEND_SLOT: an item of NUM_SPLITS rows, the first of which is member PARTIAL; SEQ is one of them
+
+
+class Member(IntEnum):
+    """Words of a row that an item brings together with others."""
+
+    SEQ = 0
+    PARTIAL = 1
+    NUM_SPLITS = 2
+
+
+MEMBER_WORDS = 3
 
 
 class Code(IntEnum):

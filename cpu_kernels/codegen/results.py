@@ -17,14 +17,19 @@ def finish(k: Frame, item: Value) -> None:
         with f.loop(0, k.group) as g:
             write(k, g, f.load(F32, k.m, g * 4), mass_of(k, g), k.o.at(g * (k.dim * 4)))
         alone.otherwise()
-        first = k.item(item, Item.PARTIAL)
-        save_partial(k, first + k.item(item, Item.SPLIT))
-        counter = k.pointer(Job.COUNTERS).at((k.seq * k.heads + k.head) * 8)
-        before = f.let(I64, f"atomicrmw add ptr {counter.name}, i64 1 acq_rel")
-        with f.when((before + 1).eq(splits)):
-            f.store(f.const(I64, 0), counter)
-            with f.loop(0, k.group) as g:
-                merge(k, g, first, splits)
+        finish_part(k, k.item(item, Item.PARTIAL), k.item(item, Item.SPLIT), splits)
+
+
+def finish_part(k: Frame, first: Value, split: Value, splits: Value) -> None:
+    """Save one of several parts of a row; whoever saves the last one merges them."""
+    f = k.f
+    save_partial(k, first + split)
+    counter = k.pointer(Job.COUNTERS).at((k.seq * k.heads + k.head) * 8)
+    before = f.let(I64, f"atomicrmw add ptr {counter.name}, i64 1 acq_rel")
+    with f.when((before + 1).eq(splits)):
+        f.store(f.const(I64, 0), counter)
+        with f.loop(0, k.group) as g:
+            merge(k, g, first, splits)
 
 
 def mass_of(k: Frame, g: Value) -> Value:
