@@ -2,12 +2,13 @@
 
     python scripts/soak.py --device sim --requests 20000
     python scripts/soak.py --device host --requests 2000
+    python scripts/soak.py --device sim --requests 10000 --share     common prefixes and sessions; on host, a file tier
 
 Requests come in waves with pauses between them; lengths, seeds and choices are random; some are aborted at a random
-time. After each step: every request is in one place, every block is held once or free, no limit is exceeded, time does
-not go back. At the end: each request was reported once and all blocks are free. Memory must not grow once the first
-quarter has been served. On ``host`` the requests repeat a handful of prompts, and each must be answered alike whatever
-runs beside it. Prints one JSON line; exit code 1 and a message when an invariant breaks.
+time. After each step: every request is in one place, every page has as many holders as hold it or is free, no limit is
+exceeded, time does not go back. At the end: each request was reported once and all pages are free. Memory must not grow
+once the first quarter has been served. On ``host`` the requests repeat a handful of prompts, and each must be answered
+alike whatever runs beside it. Prints one JSON line; exit code 1 and a message when an invariant breaks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,7 +39,8 @@ from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.policies.registry import make_policy
 
-PAGE, MAX_WAITING = 16, 40
+PAGE, MAX_WAITING, SESSIONS = 16, 40, 6
+POLICIES = ["gpu_only", "sync_offload", "async_overlap", "asymmetric", "split"]
 GROWTH_MIB = 8.0  # allowed between the first quarter and the end, allocator noise included
 SHAPE = ModelShape("small", 3, 256, 512, 4, 2, 32, 1024, 1024)
 
@@ -60,6 +63,8 @@ class StepStats:
     reasons: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0
+    reused_tokens: int = 0
     on_cpu: int = 0
     open_ids: set[str] = field(default_factory=set)
 
@@ -69,17 +74,24 @@ class StepStats:
         self.reasons[record.finish_reason] += 1
         self.tokens += record.output_tokens
         self.preemptions += record.preemptions
+        self.recomputed_tokens += record.recomputed_tokens
+        self.reused_tokens += record.reused_tokens
         self.on_cpu += record.tier == "cpu"
 
 
 def check(engine: Engine, tally: StepStats) -> None:
     """The invariants of a step."""
-    queues = engine.scheduler.queues
+    queues, kv = engine.scheduler.queues, engine.kv
     require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
     require(len(queues.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
-    for tier, pool in engine.kv.pools.items():
-        held = [page for r in queues.running for page in r.pages.held(tier)]
-        require(len(held) == len(set(held)), f"a page of the {tier} tier is held twice")
+    holders = {id(r): r for r in [*queues.running, *kv.contexts, *(m.request for m in kv.under_way)]}.values()
+    for tier, pool in kv.pools.items():
+        held = Counter(page for r in holders for page in r.pages.held(tier))
+        require(
+            kv.prefixes is not None or max(held.values(), default=1) == 1, f"a page of the {tier} tier is held twice"
+        )
+        wrong = next((p for p in range(pool.num_blocks) if pool.holders(p) != held[p]), None)
+        require(wrong is None, f"page {wrong} of the {tier} tier counts other holders than it has")
         count = len(held) + pool.num_free
         require(count == pool.num_blocks, f"{count} pages of the {tier} tier are held or free, of {pool.num_blocks}")
     require(all(not r.pages for r in queues.waiting), "a waiting request holds pages")
@@ -110,47 +122,59 @@ def serve(
         last_ns = now_ns
         if not baseline and tally.added >= total // 4:
             baseline = process.memory_info().rss
+    engine.executor.moves.wait_all()
+    for number in range(SESSIONS):
+        engine.end_session(f"s{number}")
     require(sum(tally.reasons.values()) == total, f"{total} requests, {dict(tally.reasons)}")
     require(all(p.num_free == p.num_blocks for p in engine.kv.pools.values()), "blocks are missing at the end")
     grown = (process.memory_info().rss - baseline) / 2**20
     require(grown < GROWTH_MIB, f"memory grew by {grown:.1f} MiB after the first quarter")
     return {
         "requests": total, "steps": tally.steps, "reasons": dict(tally.reasons), "tokens": tally.tokens,
-        "preemptions": tally.preemptions, "on_cpu": tally.on_cpu, "grown_mib": round(grown, 2),
+        "preemptions": tally.preemptions, "recomputed_tokens": tally.recomputed_tokens,
+        "reused_tokens": tally.reused_tokens, "on_cpu": tally.on_cpu, "grown_mib": round(grown, 2),
         "took_s": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
-def soak_sim(total: int, seed: int, policy: str) -> dict[str, Any]:
+def soak_sim(total: int, seed: int, policy: str, share: bool) -> dict[str, Any]:
     """Declared lengths, priced by shipped profiles."""
     rng = random.Random(seed)
     pricing = machine("t4", "xeon-8259cl-8c", "pcie3-x16")
     device = SimDevice(pricing, record=False)
-    config = EngineConfig(24, 48, PAGE, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64)
+    config = EngineConfig(
+        24, 48, PAGE, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, share_prefixes=share
+    )
     chosen = make_policy(policy, costs=Costs(ModelCost(SHAPE, "fp16"), pricing))
     engine = Engine(PricedStages(SHAPE, "fp16"), device, chosen, config)
 
     def add(number: int) -> Request:
-        return engine.add(DeclaredTokens(rng.randint(1, 120)), rng.randint(1, 60))
+        prompt = DeclaredTokens(rng.randint(1, 120), rng.choice((0, 40, 80)))
+        session = f"s{rng.randrange(SESSIONS)}" if share and rng.random() < 0.3 else ""
+        return engine.add(prompt, rng.randint(1, 60), session=session)
 
     return serve(engine, total, rng, add, lambda: device.sleep_until_ns(device.now_ns() + rng.randint(0, 10**8)))
 
 
-def soak_host(total: int, seed: int, policy: str) -> dict[str, Any]:
+def soak_host(total: int, seed: int, policy: str, share: bool) -> dict[str, Any]:
     """Real math on tiny random weights; equal requests must get equal answers."""
     from hybridattn import LLM
 
     rng = random.Random(seed)
     kinds = []
+    begin = [rng.randrange(512) for _ in range(35)]
     for number in range(12):
         prompt = [rng.randrange(512) for _ in range(rng.randint(1, 40))]
+        if share and number % 2:
+            prompt = begin[: rng.choice((16, 20, 35))] + prompt[:8]
         hot = number % 3 != 0
         kinds.append(
             (prompt, SamplingParams(max_tokens=rng.randint(1, 12), temperature=1.0 if hot else 0.0, seed=number))
         )
-    with LLM(
+    with tempfile.TemporaryDirectory() as folder, LLM(
         "dummy:tiny", policy=policy, gpu_kv_blocks=10, cpu_kv_blocks=10, page_size=PAGE, max_model_len=64,
-        max_num_seqs=8, max_num_batched_tokens=48, record=False,
+        max_num_seqs=8, max_num_batched_tokens=48, record=False, share_prefixes=share,
+        kv_store_dir=folder if share else None, kv_store_bytes=200_000,
     ) as llm:  # fmt: skip
         engine = llm.engine
         answers: dict[int, list[int]] = {}
@@ -165,13 +189,18 @@ def soak_host(total: int, seed: int, policy: str) -> dict[str, Any]:
             for name in [n for n, (_, r) in asked.items() if r.finish_reason is not None]:
                 compare(*asked.pop(name))
             prompt, params = kinds[rng.randrange(len(kinds))]
-            request = engine.add(prompt, params.max_tokens, params)
+            session = f"s{rng.randrange(SESSIONS)}" if share and rng.random() < 0.3 else ""
+            request = engine.add(prompt, params.max_tokens, params, session=session)
             asked[request.request_id] = (params.seed or 0, request)
             return request
 
         found = serve(engine, total, rng, add, lambda: time.sleep(rng.random() * 0.01))
         for number, request in asked.values():
             compare(number, request)
+        if share:
+            store: Any = engine.kv.prefixes.store  # type: ignore[union-attr]
+            require(store.refused == store.failed == 0, f"{store.refused} files refused, {store.failed} errors")
+            found |= {"pages_saved": store.saved, "pages_loaded": store.loaded}
     return found | {"kinds_compared": len(answers)}
 
 
@@ -179,18 +208,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="Serve many small requests and check the invariants after every step.")
     p.add_argument("--device", choices=["sim", "host"], required=True)
     p.add_argument("--requests", type=int, required=True)
-    p.add_argument("--policies", nargs="+", default=["gpu_only", "sync_offload", "async_overlap", "asymmetric"])
+    p.add_argument("--policies", nargs="+", default=POLICIES)
+    p.add_argument("--share", action="store_true", help="requests share prefixes, and some belong to sessions")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     soak = soak_sim if args.device == "sim" else soak_host
-    share = -(-args.requests // len(args.policies))
+    requests = -(-args.requests // len(args.policies))
     for policy in args.policies:
         try:
-            found = soak(share, args.seed, policy)
+            found = soak(requests, args.seed, policy, args.share)
         except Broken as error:
             print(f"soak: {args.device}, {policy}, seed {args.seed}: {error}", file=sys.stderr)
             return 1
-        print(json.dumps({"device": args.device, "policy": policy, "seed": args.seed, **found}), flush=True)
+        print(
+            json.dumps({"device": args.device, "policy": policy, "share": args.share, "seed": args.seed, **found}),
+            flush=True,
+        )
     return 0
 
 
