@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_kernels as ck
-from cpu_kernels.bench.cases import REFERENCE, SETS, Case, ragged
+from cpu_kernels.bench.cases import EACH, REFERENCE, SETS, Case, ragged
 from cpu_kernels.bench.measure import Prepared, measure, measure_beside_neighbour
 
 COLUMNS = ("case", "dtype", "group", "head_dim", "page_size", "threads", "gbs_median", "spread", "read_gbs",
@@ -66,7 +66,7 @@ def _against(case: Case, prepared: dict[str, Prepared]) -> Prepared | None:
         return None
     if case.against not in prepared:
         prepared.clear()
-        prepared[case.against] = Prepared(next(c for c in REFERENCE if c.name == case.against))
+        prepared[case.against] = Prepared(next(c for c in (*REFERENCE, *EACH) if c.name == case.against))
     return prepared[case.against]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -28,6 +28,10 @@ class Case:
         Measure beside a busy process as well.
     backend : str
         A name of `cpu_kernels.backends`.
+    common : int
+        Tokens that all sequences begin with, in the same pages.
+    read_once : bool
+        These are read once for many sequences.
     """
 
     name: str
@@ -41,10 +45,14 @@ class Case:
     peers: bool = False
     neighbour: bool = False
     backend: str = "native"
+    common: int = 0
+    read_once: bool = False
 
     def __post_init__(self) -> None:
         if not self.lens or min(self.lens) < 1:
             raise ValueError(f"case {self.name}: lens must be one or more positive lengths")
+        if self.common % self.page or not 0 <= self.common <= min(self.lens):
+            raise ValueError(f"case {self.name}: common must be whole pages of {self.page} within all lens")
 
 
 REFERENCE = tuple(Case(f"group{g}", g, peers=True) for g in (1, 4, 8))
@@ -73,7 +81,13 @@ NUMBA = tuple(
     for name in ("numba", "numba_topk_approx")
     for g in (1, 4)
 )
+COMMON = tuple(
+    Case(f"common-group{g}", g, lens=(4352,) * 16, common=4096, read_once=True, against=f"each-group{g}")
+    for g in (1, 4, 8)
+)
+EACH = tuple(replace(case, name=case.against, read_once=False, against="") for case in COMMON)
 SETS = {
+    "common": COMMON,
     "reference": REFERENCE,
     "shapes": SHAPES,
     "dtypes": DTYPES,

@@ -39,10 +39,13 @@ class Prepared:
         order, self.table = rng.permutation(count), np.zeros((len(need), max(need)), np.int32)
         for i, (start, n) in enumerate(zip(np.cumsum(need) - need, need, strict=True)):
             self.table[i, :n] = order[start : start + n]
+        self.table[:, : case.common // case.page] = self.table[0, : case.common // case.page]
         shape = (len(case.lens), case.heads * case.group, case.dim)
         self.q = ck.to_bf16(rng.standard_normal(shape).astype(np.float32))
         self.out = np.empty(shape, np.float32)
-        self.plan = ck.plan_decode(self.pages, self.table, case.lens, shape[1], backend=case.backend)
+        self.plan = ck.plan_decode(
+            self.pages, self.table, case.lens, shape[1], backend=case.backend, read_once=case.read_once
+        )
 
     def relative_error(self) -> float:
         """Error of the shortest row against float64, as a ratio of norms."""

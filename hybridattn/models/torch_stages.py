@@ -125,7 +125,8 @@ class TorchStages:
         return {
             window: plan_decode(
                 self.gpu_tier.cpu_pages, table, lens, self.model_config.shape.num_q_heads, sm_scale=self.sm_scale,
-                window_left=-1 if window is None else window - 1, backend=self._backend, **where,
+                window_left=-1 if window is None else window - 1, backend=self._backend,
+                read_once=self.config.share_prefixes, **where,
             )
             for window in set(self.model_config.layer_windows)
         }  # fmt: skip
