@@ -106,8 +106,7 @@ class Prompts:
     def _place(self, request: Request, held: Request | None) -> tuple[str | None, int]:
         """The policy's choice, and how many pages are cold; K,V that lie on the CPU tier stay there where both tiers
         have room and attending to them is sooner done than bringing them up."""
-        kv, policy = self._kv, self._policy
-        queues = self._queues
+        kv, policy, queues = self._kv, self._policy, self._queues
         served = len(queues.decoding) + sum([r.tier == GPU_TIER for r in queues.prefilling])
         now, most = kv.need(request), kv.need_at_most(request)
         view = RequestView(request.index, now, most, request.num_tokens, len(queues.waiting), served)
