@@ -87,13 +87,13 @@ COMMON = tuple(
 )
 EACH = tuple(replace(case, name=case.against, read_once=False, against="") for case in COMMON)
 SETS = {
-    "common": COMMON,
     "reference": REFERENCE,
     "shapes": SHAPES,
     "dtypes": DTYPES,
     "division": DIVISION,
     "neighbour": NEIGHBOUR,
     "numba": NUMBA,
+    "common": COMMON,
 }
 
 

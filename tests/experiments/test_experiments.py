@@ -40,6 +40,7 @@ SHRUNK = {
         "workload.options.first_prompt.mean=32",
     ],
     "overlap": ["hardware=a10", "settings.fraction=0,0.1,1"],
+    "prefix": ["hardware=a10", "settings.prefix=512,2048", "settings.requests=1,8"],
     "kernels": [
         "settings.dtype=bf16",
         "settings.group=4",
@@ -184,6 +185,15 @@ def test_on_host_contexts_really_move(tmp_path, capsys):
     assert (moved["moves_down"], moved["moves_up"]) == (2, 2) and moved["moving_ns"] > 0
     assert moved["moved_bytes"] == 2 * moved["reused_tokens"] * 2 * 3 * 64 * 4 * 30  # down and up; K, V of 30 layers
     assert "where K,V are dropped; moved to the CPU tier and back" in capsys.readouterr().out
+
+
+def test_a_common_prefix_is_read_once_and_one_request_alone_gains_nothing(shrunk):
+    by = {(r["prefix"], r["requests"], r["sharing"]): r for r in rows_of(shrunk("prefix"))}
+    shared, alone = (by[2048, 8, name] for name in ("shared", "each for itself"))
+    assert (alone["read_tokens"], shared["read_tokens"]) == (8 * (2048 + 64), 2048 + 8 * 64)
+    assert shared["reused_tokens"] == 7 * 2048 and shared["ttft_mean_ns"] < 0.5 * alone["ttft_mean_ns"]
+    one = by[2048, 1, "shared"]["output_tokens_per_s"], by[2048, 1, "each for itself"]["output_tokens_per_s"]
+    assert one[0] == one[1]
 
 
 def test_a_layer_shared_with_the_cpu_hides_little_work_and_exposes_all_of_it(shrunk):
