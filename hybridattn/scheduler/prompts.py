@@ -43,11 +43,10 @@ class Prompts:
         self._cold_pages = cold_pages
         self._asks = "prompts" in policy.hooks
 
-    def resume(self, now_ns: int) -> bool:
+    def resume(self, now_ns: int) -> None:
         """Admit those in front of the queue that were preempted and lack no K,V but their newest token's: there is
-        nothing to read. True: a row of the GPU tier is there at once."""
+        nothing to read."""
         queues, contexts = self._queues, self._kv.contexts
-        before = len(queues.decoding)
         while queues.waiting and len(queues.running) < self._config.max_num_seqs:
             request = queues.waiting[0]
             held = contexts.preempted(request)
@@ -57,7 +56,6 @@ class Prompts:
             if tier is None:
                 break
             self._admit(request, tier, cold, now_ns)
-        return len(queues.decoding) > before
 
     def segments(self, now_ns: int, decodes: list[Segment], idle: tuple[CpuRow, ...]) -> list[Segment]:
         """Chunks for the coming step, beside its decode rows and the idle CPU rows."""
@@ -99,7 +97,7 @@ class Prompts:
             return None, 0
         if (tier == CPU_TIER or cold) and self._must_wait_for_staging(request, cold, held, budget, segments):
             return None, 0
-        if held is not None and not self._can_take_up(held, tier):
+        if held is not None and not self._can_take_up(held, tier, cold):
             return None, 0
         return tier, cold
 
@@ -139,16 +137,18 @@ class Prompts:
         begun = (r for r in self._queues.running if r.state in (State.PREFILL, State.MOVING))
         return any(r.pages.stays_cold and id(r) not in through for r in begun)
 
-    def _can_take_up(self, held: Request, tier: str) -> bool:
-        """False: the context first has to go down. A prompt that goes on from K,V on the CPU tier needs the staging
-        area, which is given to those who are admitted and not to those who arrive."""
-        if held.tier == tier:
+    def _can_take_up(self, held: Request, tier: str, cold: int) -> bool:
+        """False: the context first has to go down, where its pages, or more of them, are to be cold. A prompt that goes
+        on from K,V on the CPU tier needs the staging area, which is given to those who are admitted and not to those
+        who arrive. One that cannot go where it is wanted is dropped."""
+        hot = len(held.pages.hot)
+        down = hot > 0 and (tier == CPU_TIER or cold > held.pages.num_cold)
+        if not down and (held.tier == tier or self._swaps.possible):
             return True
-        if not self._swaps.possible:
-            self._kv.contexts.drop(held.session)  # a preempted request holds none where nothing moves
-        elif tier == CPU_TIER:
-            self._kv.move_context(held, tier)
+        if self._swaps.possible and hot <= self._kv.free(CPU_TIER):
+            self._kv.move_context(held, CPU_TIER)
             return False
+        self._kv.contexts.drop(held.session)  # a preempted request's never waits on the GPU tier
         return True
 
     def _wanted(self, budget: int, segments: list[Segment], decodes: list[Segment], idle: tuple[CpuRow, ...]) -> int:

@@ -97,10 +97,12 @@ class Scheduler:
             swaps.swap_in()
         if swaps.upwards and queues.idle:
             swaps.move_up()
-        if self._kv.contexts and queues.waiting and self._prompts.resume(now_ns):
-            decodes = self._decode_rows()
+        if self._kv.contexts and queues.waiting:
+            self._prompts.resume(now_ns)
         idle = self._idle_rows() if queues.idle else ()
         segments = decodes + self._prompts.segments(now_ns, decodes, idle)
+        if not segments and not idle:  # who was admitted with all its K,V has a row now
+            segments, idle = self._decode_rows(), self._idle_rows()
         if self._cold_pages.wanted:
             self._cold_pages.balance()
         return SchedulerOutput(Batch(tuple(segments)) if segments else None, idle, self._kv.take_begun())

@@ -196,6 +196,15 @@ def test_a_request_that_was_swapped_out_takes_the_pages_of_a_paused_one(moves_bl
     assert out.token_ids[20:] == reference([2] * 20, 40, LAYERS)
 
 
+def test_a_context_that_is_longer_than_its_turn_and_than_the_cpu_tier_is_dropped():
+    engine = build(SyncOffload(0.5), gpu=12, cpu=4, pause_tier="gpu")
+    engine.add([1] * 90, 3, session="s")
+    engine.run()
+    turn = engine.add([1] * 20, 3, session="s")  # the second request belongs to the CPU tier
+    engine.run()
+    assert turn.tier == "cpu" and turn.token_ids[20:] == reference([1] * 20, 3, LAYERS)
+
+
 def test_E22_only_tokens_that_are_the_same_from_the_start_are_found_again():
     engine = build(GpuOnly(), gpu=12, cpu=0)
     first = engine.add([1] * 20, 3, session="s")

@@ -21,6 +21,7 @@ from hybridattn.engine.engine import Engine
 from hybridattn.kv.manager import KVManager
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
+from hybridattn.policies.split import Split
 
 LAYERS, PAGE = 3, 16
 POLICIES = {
@@ -29,6 +30,8 @@ POLICIES = {
     "all_on_cpu": lambda: AsyncOverlap(1.0, max_micro_batches=2),
     "half_on_cpu": lambda: SyncOffload(0.5),
     "asymmetric": Asymmetric,
+    "split": Split,
+    "split_always": lambda: Split(cold_share=0.5, even_if_it_fits=True),
 }
 BASE = [7, 3, 1] * 20  # three whole pages of 16 and 12 tokens
 
