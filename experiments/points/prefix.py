@@ -51,10 +51,11 @@ class PrefixSettings:
 @experiment(PrefixSettings)
 def point(app: App, settings: PrefixSettings) -> dict[str, Any]:
     """One row: time to the first token, throughput, and the tokens that were read."""
-    s, cost, pricing, (on_gpu, on_cpu) = settings, cost_of(app), pricing_of(app), kv_room(app)
+    s, cost, pricing, room = settings, cost_of(app), pricing_of(app), kv_room(app)
     longest = s.prefix + s.own + s.output
     config = EngineConfig(
-        gpu_kv_blocks=on_gpu // s.page_size, cpu_kv_blocks=on_cpu // s.page_size, page_size=s.page_size,
+        gpu_kv_blocks=room.gpu_tokens // s.page_size, cpu_kv_blocks=room.cpu_tokens // s.page_size,
+        page_size=s.page_size,
         max_model_len=longest, max_num_seqs=s.requests, max_num_batched_tokens=s.max_num_batched_tokens,
         op_timeout_ns=TIMEOUT_NS, share_prefixes=s.share,
     )  # fmt: skip
