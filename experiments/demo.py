@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from experiments.build import ROOT
 from experiments.settings import experiment
 from hybridattn import LLM, Output, SamplingParams
 from hybridattn.analysis.results import ResultFolder
@@ -21,14 +23,19 @@ from hybridattn.metrics.report import RunMetrics, run_metrics
 from hybridattn.policies.registry import POLICIES
 
 SHOWN = "async_overlap"  # whose timeline and trace are kept
-WINDOW_NS = 25_000_000
+WINDOW_NS = 60_000_000
+PAGE = 32  # tokens
 
 
 @dataclass
 class DemoSettings:
-    """``settings`` of ``configs/experiment/demo.yaml``."""
+    """``settings`` of ``configs/experiment/demo.yaml``.
+
+    page : a text file that every prompt begins with, from here or from the project's root; empty: none
+    """
 
     prompts: list[str] = field(default_factory=list)
+    page: str = ""
     policies: list[str] = field(default_factory=lambda: ["gpu_only", "sync_offload", "async_overlap"])
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the policies that have some
     model: str = "smollm2-135m"
@@ -49,6 +56,11 @@ class DemoSettings:
                     f"settings.options are those of the policy '{name}', which is unknown: policies are "
                     f"{', '.join(POLICIES)}"
                 )
+        if self.page:
+            path = next((p for p in (Path(self.page), ROOT / self.page) if p.is_file()), None)
+            if path is None:
+                raise InputError(f"settings.page '{self.page}' is no file")
+            self.prompts = [f"{path.read_text(encoding='utf-8')}\n\n{prompt}" for prompt in self.prompts]
 
 
 @dataclass(frozen=True, slots=True)
