@@ -2,6 +2,7 @@
 
 rows -> panels -> the candidate     "A10: async_overlap over gpu_only: pays from 8.25 ... on (8 to 9, ...)"
                -> a ladder          "A10, async_overlap: 16 cores are enough ..."
+               -> no table          "A10, group 4: 0.61 (at 256) to 0.93 (at 16384)"
      -> verdict(rows)               whatever the experiment's own function says; verdict(rows, config) may be asked
                                     for the composed configuration as well
 """
@@ -26,15 +27,20 @@ POINTS_SHOWN = 3
 Rows = list[Mapping[str, Any]]
 
 
-def panel_lines(panel: Panel, question: Question, found: Mapping[str, Crossing], ladder: Any) -> list[str]:
+def panel_lines(
+    panel: Panel, question: Question, found: Mapping[str, Crossing], ladder: Any, bare: bool = False
+) -> list[str]:
     """What the table at the end does not say of a panel: ladders, what is missing, and the crossover of the candidate
-    where another series is the best. ``ladder`` has ``enough`` and ``lower_is_better``."""
+    where another series is the best. ``ladder`` has ``enough`` and ``lower_is_better``; ``bare``: there is no table and
+    no verdict, so the extremes are said."""
     where = f"{panel.label}: " if panel.label else ""
     lines = [f"{where}{s.name}: {enough(s, question, ladder.lower_is_better)}" for s in panel.series if ladder.enough]
     if question.baseline and question.relative and panel.find(question.baseline) is None:
         return [*lines, f"{where}no crossover can be told: {question.baseline}, the baseline, is not in this sweep"]
     if question.relative and not found and not lines:
         return [f"{where}there is nothing beside {question.baseline} to compare it with"]
+    if bare:
+        return lines or [f"{where}{s.name}: {extremes(s, question)}" for s in panel.series]
     asked = found.get(question.candidate)
     if asked is None or outcome(panel, question, found).best == question.candidate:
         return lines
@@ -67,6 +73,18 @@ def _per_doubling(series: Series, a: float, b: float, lower_is_better: bool) -> 
     if lower_is_better:
         before, after = after, before
     return math.inf if before <= 0 else (after / before) ** (1 / math.log2(b / a)) - 1
+
+
+def extremes(series: Series, question: Question) -> str:
+    """The lowest and the highest mean, and where."""
+    low, high = (pick(series.xs, key=series.mean) for pick in (min, max))
+    name, unit = question.y_label or question.y, 1.0
+    if name.endswith("[ns]"):
+        name, unit = name.removesuffix("[ns]") + "[ms]", 1e6
+    least, most = series.mean(low) / unit, series.mean(high) / unit
+    if least == most:
+        return f"{name} is {least:.4g} at every point"
+    return f"{name} from {least:.4g} (at {low:g}) to {most:.4g} (at {high:g})"
 
 
 def verdict_of(config: Any) -> Callable[..., list[str]] | None:

@@ -44,21 +44,24 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     if question is not None and panels:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
         _draw(folder, config, question, panels, found)
-        lines += [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis)]
+        bare = not own and not results.outcomes()
+        lines += [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis, bare)]
         lines += _further(results, config)
     if lines or own or panels:
         kinds = ", ".join(dict.fromkeys(str(r.get("kind")) for r in good(results.rows)))
         head = f"{config.name} found ({kinds}{f', {results.counted()}' if results.missing else ''}):"
         console.print("\n  ".join([head, *lines, *own]), highlight=False, soft_wrap=True, markup=False)
-    if panels:
-        print_outcomes(results, console)
+    print_outcomes(results, console)
     if trouble is not None:
         raise trouble
 
 
 def print_outcomes(results: SweepResults, console: Console) -> None:
     """The table that a sweep ends with; in a file or a pipe no line of it is broken."""
-    question, rows = results.asked[0], results.outcomes()
+    rows = results.outcomes()
+    if not rows:
+        return
+    question = results.asked[0]
     table = Table(caption=question.axes, caption_justify="left")
     for name in rows[0]:
         if any(row[name] for row in rows):

@@ -44,7 +44,9 @@ class Outcome:
 
     def cells(self, question: Question) -> tuple[str, ...]:
         """Under ``HEAD``."""
-        best, gain = self.best, f"{self.value:.4g}" if self.gain is None else str(self.gain)
+        label = question.y_label or question.y
+        value = _time(self.value) if label.endswith("[ns]") else f"{self.value:.4g}"
+        best, gain = self.best, value if self.gain is None else str(self.gain)
         if self.gain is not None and self.best in ("", question.baseline):
             best = best or f"none distinguishable from {question.baseline}"
             gain = f"others: at most {gain}"
@@ -55,8 +57,11 @@ class Outcome:
         if tpot_ns is None:
             return "-"
         times = tpot_ns / self.base_tpot_ns if self.base_tpot_ns else 0.0
-        text = f"{tpot_ns / 1e6:.3g} ms" if tpot_ns < 1e9 else f"{tpot_ns / 1e9:.3g} s"
-        return text + (f" ({times:.0f} times as long)" if times >= SLOWER else "")
+        return _time(tpot_ns) + (f" ({times:.0f} times as long)" if times >= SLOWER else "")
+
+
+def _time(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns < 1e9 else f"{ns / 1e9:.3g} s"
 
 
 def outcome(panel: Panel, question: Question, found: Mapping[str, Crossing]) -> Outcome:

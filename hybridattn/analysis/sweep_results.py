@@ -82,9 +82,16 @@ class SweepResults:
         return Path(path)
 
     def outcomes(self) -> list[dict[str, str]]:
-        """One row for each panel of the sweep's question; empty where it asks none."""
-        return [dict(zip(HEAD, outcome(p, q, self.crossings(p, q)).cells(q), strict=True))
-                for q in self.asked[:1] for p in self.panels(q)]  # fmt: skip
+        """One row for each panel of the sweep's question. None where it asks none, or where nothing says what is best:
+        neither a baseline nor policies alone, or a verdict of the experiment's own does."""
+        if not self.asked:
+            return []
+        question = self.asked[0]
+        if not question.baseline and (question.series != "policy" or self.folder.json("verdict.json", [])):
+            return []
+        names = [name if question.baseline or name != "gain" else "value" for name in HEAD]
+        return [dict(zip(names, outcome(p, question, self.crossings(p, question)).cells(question), strict=True))
+                for p in self.panels(question)]  # fmt: skip
 
     # -- curves --------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,9 @@ def test_without_a_baseline_the_best_value_is_told(run, capsys, lower, best):
     ask = ["analysis.x=x", "analysis.y=y", "analysis.relative=false", f"analysis.lower_is_better={lower}"]
     assert run(*SWEEP, *ask) == 0
     [row] = table(capsys.readouterr().out)
-    assert (row["best"], row["at"], row["gain"]) == best
+    assert (row["best"], row["at"], row["value"]) == best
+    assert run(*SWEEP, *ask, "analysis.series=hardware") == 0  # nothing says which of those is best
+    assert "async_overlap: T4: y from 6.667 (at 4) to 13.33 (at 8)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("run", [VERDICT], indirect=True)
