@@ -6,7 +6,7 @@ tile layout, merging of partial results, and the fused row-wise steps of a Llama
 
 from gpu_kernels.cache_shape import CacheShape, cache_shape
 from gpu_kernels.capability import Capability, capability_of
-from gpu_kernels.cpu_layout import BlockShape, block_shape, pack_for_cpu, unpack_from_cpu
+from gpu_kernels.cpu_layout import BlockShape, block_shape, copy_down, copy_up, pack_for_cpu, unpack_from_cpu
 from gpu_kernels.decode import DEFAULT_SPLIT_TOKENS, DecodePlan, paged_decode_attention, plan_decode
 from gpu_kernels.fused import rms_norm, rope, silu_mul
 from gpu_kernels.kv_cache import append_kv, check_slots
@@ -29,6 +29,8 @@ __all__ = [
     "cache_shape",
     "capability_of",
     "check_slots",
+    "copy_down",
+    "copy_up",
     "do",
     "kept",
     "merge_state",

@@ -22,6 +22,7 @@ HEADS_PER_PROGRAM = 4  # append, rope
 ROWS_PER_PROGRAM = 4  # merge
 PARTS_PER_STEP = 32  # combine
 SILU_BLOCK = 1024
+COPY_PROGRAMS = 32  # 4 KB under way in each fill any bus, and the other multiprocessors go on with the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,10 @@ def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: 
         block_m, block_n, warps, stages = 32 if block_d <= 128 else 16, 16, 8, 1
     elif block_d > 128:
         block_m, block_n, warps, stages = 64, 32, 8, 2
-    elif capability.sm >= 90:
-        block_m, block_n, warps, stages = 64, 32 if quantised and block_d == 128 else 64, 4, 3
+    elif capability.sm >= 90 and not (quantised and block_d == 128):
+        block_m, block_n, warps, stages = 64, 64, 4, 3
+    elif quantised and capability.sm >= 100:
+        block_m, block_n, warps, stages = 64, 32, 4, 3
     elif quantised:
         block_m, block_n, warps, stages = 64, 32, 8, 2
     else:
@@ -147,7 +150,7 @@ def silu_mul_config() -> Config:
 
 
 def pack_config(dtype: torch.dtype, head_dim: int) -> Config:
-    """``bodies.pack.pack`` and ``unpack``."""
+    """``bodies.pack``: all kernels there."""
     share = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}.get(dtype, 4)
     block_d = block_of(head_dim)
     constants = {

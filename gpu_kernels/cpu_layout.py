@@ -3,6 +3,7 @@
 ::
 
     down:  pack_for_cpu (gpu.compute) -> one copy (gpu.d2h) -> CPU pages       up:  the same, backwards
+    or     copy_down: pages of all layers straight into page-locked CPU pages       copy_up: backwards
 
 One page of one kv head is one block of bytes (``bodies/pack.py`` draws it); a page holds the blocks of its kv heads in
 order, as the CPU package stores them, so the copy's target can be the CPU pages themselves.
@@ -17,7 +18,7 @@ from gpu_kernels.bodies import pack as bodies
 from gpu_kernels.cache_shape import CacheShape, cache_shape, check_scales
 from gpu_kernels.capability import capability_of
 from gpu_kernels.checks import check_aligned, check_contiguous, check_tensor, device_integers, first_where, refuse
-from gpu_kernels.config import SCALED, pack_config
+from gpu_kernels.config import COPY_PROGRAMS, SCALED, pack_config
 from gpu_kernels.launch import launch
 from gpu_kernels.overlap import refuse_overlap
 
@@ -118,6 +119,88 @@ def unpack_from_cpu(
     if check_ids and len(page_ids.unique()) != len(page_ids):
         refuse("page_ids", f"{len(page_ids)} ids name {len(page_ids.unique())} pages; each may be written once")
     _move(bodies.unpack, cache, k_cache, v_cache, page_ids, ("blocks", blocks), k_scale, v_scale, check_ids)
+
+
+def copy_down(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    blocks: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Page ``page_ids[i]`` of every layer -> block ``block_ids[i]`` of that layer of the CPU's pool, in one launch.
+
+    Parameters
+    ----------
+    k_cache, v_cache
+        [num_layers, num_pages, num_kv_heads, page_size, head_dim], contiguous, of the dtypes of `pack_for_cpu`.
+    page_ids, block_ids
+        [num_ids] int64 on the cache's device, each at most once. They are not checked.
+    blocks
+        uint8 [num_layers, num_blocks, num_kv_heads, head_bytes], contiguous: page-locked host memory, or on the device.
+    k_scale, v_scale
+        For an int8 or fp8 cache: [num_layers, num_pages, num_kv_heads, page_size] float32.
+
+    Raises
+    ------
+    ValueError
+        one sentence that names the argument and the numbers.
+    """
+    _copy(bodies.copy_down, k_cache, v_cache, page_ids, blocks, block_ids, k_scale, v_scale)
+
+
+def copy_up(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    blocks: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """The inverse of `copy_down`, with its arguments."""
+    _copy(bodies.copy_up, k_cache, v_cache, page_ids, blocks, block_ids, k_scale, v_scale)
+
+
+def _copy(
+    body: Any,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_ids: torch.Tensor,
+    blocks: torch.Tensor,
+    block_ids: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("blocks", blocks)):
+        check_contiguous(name, tensor)
+    if k_cache.dim() != 5:
+        refuse("k_cache", f"shape {tuple(k_cache.shape)} is not [layers, pages, kv heads, page_size, head_dim]")
+    cache = cache_shape(k_cache[0], v_cache[0])
+    capability_of(cache.device)
+    shape, (num_layers, num_pages) = block_shape(cache), k_cache.shape[:2]
+    rows = (num_layers, blocks.shape[1] if blocks.dim() > 1 else 0, cache.num_kv_heads, shape.head_bytes)
+    check_tensor("blocks", blocks, rows, (torch.uint8,), blocks.device)
+    check_aligned("blocks", blocks)
+    for name, ids in (("page_ids", page_ids), ("block_ids", block_ids)):
+        check_tensor(name, ids, (len(page_ids),), (torch.int64,), cache.device)
+    scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)
+    check_scales(cache, *(scale[0] for scale in scales) if scales else (None, None))
+    _, word, element = _WORDS[cache.dtype]
+    k, v, flat = k_cache[0].view(word), v_cache[0].view(element), blocks.view(-1).view(word)
+    k_words, v_words = (scale.view(torch.int32) for scale in scales) if scales else (k, k)  # k: not followed
+    parts = num_layers * len(page_ids) * cache.num_kv_heads * (cache.page_size // 16)
+    launch(
+        body, (min(COPY_PROGRAMS, parts),), pack_config(cache.dtype, cache.head_dim), cache.device,
+        k, v, k_words, v_words, page_ids, block_ids, flat, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cache.num_kv_heads * cache.page_size, cache.page_size, cache.head_dim, cache.page_size,
+        shape.head_bytes // word.itemsize, shape.page_bytes // word.itemsize, len(page_ids), cache.num_kv_heads,
+        num_layers, num_pages, rows[1],
+    )  # fmt: skip
 
 
 def _move(

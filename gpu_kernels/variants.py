@@ -197,3 +197,7 @@ def _pack(capability: Capability) -> Iterator[Variant]:
                 name, config = f"{_label(store)}-d{dim}-{_label(ids)}", configs.pack_config(store, dim)
                 yield Variant("pack", name, pack.pack, config, types, dim, store is not _F32)
                 yield Variant("unpack", name, pack.unpack, config, types, dim, store is not _F32)
+                if ids is torch.int64:
+                    types += (("home_ptr", ids),)
+                    yield Variant("copy_down", name, pack.copy_down, config, types, dim, store is not _F32)
+                    yield Variant("copy_up", name, pack.copy_up, config, types, dim, store is not _F32)

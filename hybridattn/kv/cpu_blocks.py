@@ -2,7 +2,8 @@
 
     hand down   append: rows -> scratch pages | pack: -> blocks | copies: blocks -> CPU pages, one per run of pages
     pull        copies: CPU pages -> blocks | unpack: -> staging pages
-    move        the same two ways, with pages of the tier itself in place of scratch and staging
+    move        one launch for all layers, straight from pool to pool (``gpu_kernels.copy_down``); where the CPU's pool
+                is not page-locked the same two ways as above, with pages of the tier itself for scratch and staging
 
 A chunk that begins inside a page brings that page up first, or the copy would overwrite the tokens before it.
 Everything of one direction is enqueued on one stream, so each step finds the one before done and the next use of the
@@ -49,8 +50,8 @@ class Blocks:
 
     def __init__(self, cpu_pages: KVPages, scratch: CudaPages, num_pages: int, device: str) -> None:
         self.scratch = scratch
-        self._cpu = torch.from_numpy(cpu_pages.buffer)  # uint8 [layers, pages, num_kv_heads, head_bytes]
-        self._blocks = torch.empty(num_pages, *self._cpu.shape[2:], dtype=torch.uint8, device=device)
+        self.cpu = torch.from_numpy(cpu_pages.buffer)  # uint8 [layers, pages, num_kv_heads, head_bytes]
+        self._blocks = torch.empty(num_pages, *self.cpu.shape[2:], dtype=torch.uint8, device=device)
         self._ids = torch.arange(num_pages, device=device)
         self.num_pages = num_pages
 
@@ -76,7 +77,7 @@ class Blocks:
 
     def _lift(self, layer: int, runs: tuple[Run, ...], pages: CudaPages, at: int, ids: torch.Tensor) -> None:
         for run in runs:
-            source = self._cpu[layer, run.cpu : run.cpu + run.count]
+            source = self.cpu[layer, run.cpu : run.cpu + run.count]
             self._blocks[run.at : run.at + run.count].copy_(source, non_blocking=True)
         k, v = pages.cache(at)
         gpu_kernels.unpack_from_cpu(self._blocks[: len(ids)], k, v, ids, check_ids=False, **pages.scales(at))
@@ -85,5 +86,5 @@ class Blocks:
         k, v = pages.cache(at)
         gpu_kernels.pack_for_cpu(k, v, ids, self._blocks[: len(ids)], check_ids=False, **pages.scales(at))
         for run in runs:
-            target = self._cpu[layer, run.cpu : run.cpu + run.count]
+            target = self.cpu[layer, run.cpu : run.cpu + run.count]
             target.copy_(self._blocks[run.at : run.at + run.count], non_blocking=True)

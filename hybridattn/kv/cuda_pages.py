@@ -40,10 +40,10 @@ class CudaPages:
     def nbytes(self) -> int:
         return self._k.nbytes + self._v.nbytes + sum(s.nbytes for s in self._scales)
 
-    def cache(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """``k_cache, v_cache`` of a layer, as the kernels take them."""
+    def cache(self, layer: int | slice = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """``k_cache, v_cache`` of a layer, or of several with an axis more, as the kernels take them."""
         return self._k[layer], self._v[layer]
 
-    def scales(self, layer: int = 0) -> dict[str, torch.Tensor]:
+    def scales(self, layer: int | slice = 0) -> dict[str, torch.Tensor]:
         """``k_scale``, ``v_scale`` of a layer by name; empty for float pages."""
         return {name: s[layer] for name, s in zip(("k_scale", "v_scale"), self._scales, strict=False)}

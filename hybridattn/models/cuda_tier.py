@@ -197,6 +197,19 @@ class CudaTier:
         return run
 
     def move(self, source: str, gpu_blocks: np.ndarray, cpu_blocks: np.ndarray) -> Callable[[], None]:
+        if not self._pins:
+            return self._move_by_copies(source, gpu_blocks, cpu_blocks)
+        step = gpu_kernels.copy_up if source == CPU_TIER else gpu_kernels.copy_down
+        host_ids, every = self._to_upload(np.stack((gpu_blocks, cpu_blocks))), slice(None)
+
+        def run() -> None:
+            here, there = host_ids.to(self._on, non_blocking=True)  # on the stream of the copy: nobody else waits
+            step(*self._pages.cache(every), here, self._up.cpu, there, **self._pages.scales(every))
+
+        return run
+
+    def _move_by_copies(self, source: str, gpu_blocks: np.ndarray, cpu_blocks: np.ndarray) -> Callable[[], None]:
+        """For pages that a kernel cannot reach: a copy for each run of pages and layer."""
         way = self._up if source == CPU_TIER else self._down
         step = way.lift if source == CPU_TIER else way.lower
         parts = []  # as many pages at a time as there is room for on the card

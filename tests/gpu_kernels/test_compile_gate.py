@@ -202,6 +202,9 @@ def launch_moves(dim: int) -> None:
         for ids in (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)):
             blocks = g.pack_for_cpu(cache, cache, ids, k_scale=scale, v_scale=scale)
             g.unpack_from_cpu(blocks, cache, cache, ids, k_scale=scale, v_scale=scale)
+        all_layers = {} if scale is None else {"k_scale": scale[None], "v_scale": scale[None]}
+        for copy in (g.copy_down, g.copy_up):
+            copy(cache[None], cache[None], torch.tensor([1, 2]), blocks[None], torch.tensor([0, 1]), **all_layers)
 
 
 @pytest.mark.parametrize("sm", TARGETS)

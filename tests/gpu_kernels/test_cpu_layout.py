@@ -6,7 +6,7 @@ import torch
 
 import cpu_kernels
 from cpu_kernels.layout import Layout, pack_k, pack_v
-from gpu_kernels import append_kv, block_shape, cache_shape, pack_for_cpu, unpack_from_cpu
+from gpu_kernels import append_kv, block_shape, cache_shape, copy_down, copy_up, pack_for_cpu, unpack_from_cpu
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 DTYPES["fp8"] = torch.float8_e4m3fn
@@ -52,6 +52,48 @@ def test_unpacking_gives_the_pages_back_and_touches_no_other(device: torch.devic
         raw = torch.int32 if got.dtype is torch.float32 else BITS[name]
         assert torch.equal(got[target.long()].view(raw), want[source.long()].view(raw))
         assert torch.all(got.view(raw)[[2, 4]] == 0)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8"])
+def test_pages_of_all_layers_go_down_and_up_in_one_launch(device: torch.device, name: str) -> None:
+    """Scattered pages land in scattered blocks of a page-locked pool, with the bytes of `pack_for_cpu`; no other block
+    and no other page is touched."""
+    made = [pages(name, 32, 48, device) for _ in range(2)]  # two layers
+    layers = [torch.stack([m[0][i] for m in made]) for i in range(2)]
+    layers[0].view(BITS[name])[1] += 1  # unlike
+    scales = {key: torch.stack([m[1][key] for m in made]) for key in made[0][1]}
+    source, target = (torch.tensor(ids, device=device) for ids in ([4, 0, 2], [6, 1, 3]))
+    shape = (2, 7, 3, block_shape(cache_shape(layers[0][0], layers[1][0])).head_bytes)
+    pool = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copy_down(*layers, source, pool, target, **scales)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for layer in range(2):
+        want = pack_for_cpu(layers[0][layer], layers[1][layer], source, **{k: s[layer] for k, s in scales.items()})
+        assert torch.equal(pool[layer, [6, 1, 3]], want.cpu()) and not pool[layer, [0, 2, 4, 5]].any()
+    copies, copied = [torch.zeros_like(x) for x in layers], {key: torch.zeros_like(x) for key, x in scales.items()}
+    copy_up(*copies, source, pool, target, **copied)
+    for got, want in (*zip(copies, layers, strict=True), *zip(copied.values(), scales.values(), strict=True)):
+        raw = torch.int32 if got.dtype is torch.float32 else BITS[name]
+        assert torch.equal(got[:, source].view(raw), want[:, source].view(raw))
+        assert torch.all(got.view(raw)[:, [1, 3]] == 0)
+
+
+def test_what_a_copy_of_all_layers_cannot_take_is_refused(device: torch.device) -> None:
+    k = torch.zeros(2, 4, 2, 16, 32, device=device)
+    pool, ids = (
+        torch.zeros(2, 4, 2, 2 * 16 * 32 * 4, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    for arguments, words in (
+        ((k[0], k[0], ids, pool, ids), "k_cache: shape"),
+        ((k, k, ids, pool[:, :, :1].contiguous(), ids), "blocks: shape"),
+        ((k, k, ids, pool.transpose(0, 1), ids), "blocks: strides"),
+        ((k, k, ids, pool, ids.int()), "block_ids: dtype"),
+        ((k.transpose(0, 1), k, ids, pool, ids), "k_cache: strides"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            copy_up(*arguments)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8"])

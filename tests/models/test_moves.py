@@ -47,14 +47,22 @@ class HostPools:
 
 
 class CudaPools:
-    @staticmethod
-    def device():
-        return CudaDevice(runtime=FakeCuda(3))
+    pins = True
+
+    @classmethod
+    def device(cls):
+        return CudaDevice(runtime=FakeCuda(3, pins=cls.pins))
 
     def __init__(self, stages):
         pages = stages.gpu_tier._pages
         self.gpu = [t.view(torch.uint8).numpy() for t in (pages._k, pages._v, *pages._scales)]
         self.cpu = [stages.gpu_tier.cpu_pages.buffer]
+
+
+class PageablePools(CudaPools):
+    """Pages of the CPU tier that a kernel of the card cannot reach."""
+
+    pins = False
 
 
 @pytest.fixture
@@ -116,6 +124,31 @@ def test_on_the_host_there_and_back_is_bit_equal(dtypes, tokens):
 @pytest.mark.parametrize("dtypes", CUDA, ids="-".join)
 def test_on_a_card_there_and_back_is_bit_equal(kernels, dtypes, tokens):
     check_moves(CudaPools, dtypes, tokens)
+
+
+@pytest.mark.parametrize("tokens", [33, 97])
+@pytest.mark.parametrize("dtypes", CUDA[:2], ids="-".join)
+@pytest.mark.filterwarnings("ignore:.*could not be pinned")
+def test_without_pinned_pages_copies_do_the_same(kernels, dtypes, tokens):
+    check_moves(PageablePools, dtypes, tokens)
+
+
+def test_a_move_is_one_launch_however_many_pages_and_layers(kernels, monkeypatch):
+    """Else the driver pays for each page of each layer, and the step waits for it."""
+    calls = []
+    for name in ("copy_down", "copy_up"):
+        monkeypatch.setattr(torch_kernels, name, lambda *a, name=name, **k: calls.append((name, a[2].tolist())))
+    device = CudaPools.device()
+    try:
+        config = EngineConfig(BLOCKS, BLOCKS, PAGE, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=48)
+        tier = TorchStages(scaled(), device, config, "fp32").gpu_tier
+        calls.clear()  # those of the warm-up
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: pytest.fail("a page was copied on its own"))
+        for source in (GPU_TIER, CPU_TIER):
+            tier.move(source, np.array(GPU_BLOCKS), np.array(CPU_BLOCKS))()
+        assert calls == [("copy_down", GPU_BLOCKS), ("copy_up", GPU_BLOCKS)]
+    finally:
+        device.close()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8"])

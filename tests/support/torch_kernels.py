@@ -210,3 +210,24 @@ def unpack_from_cpu(blocks, k_cache, v_cache, page_ids, *, check_ids, k_scale=No
         if scales[which] is not None:
             at = 2 * layout.k_bytes + which * 4 * layout.page_size
             scales[which][page_ids] = blocks[..., at : at + 4 * layout.page_size].contiguous().view(torch.float32)
+
+
+def _layers(copy, k_cache, v_cache, page_ids, blocks, block_ids, scales):
+    for i in range(len(k_cache)):
+        copy(blocks[i], k_cache[i], v_cache[i], page_ids, block_ids, {name: s[i] for name, s in scales.items()})
+
+
+def _down(blocks, k, v, ids, homes, scales):
+    blocks[homes] = pack_for_cpu(k, v, ids, torch.empty_like(blocks[homes]), check_ids=False, **scales)
+
+
+def copy_down(k_cache, v_cache, page_ids, blocks, block_ids, **scales):
+    _layers(_down, k_cache, v_cache, page_ids, blocks, block_ids, scales)
+
+
+def _up(blocks, k, v, ids, homes, scales):
+    unpack_from_cpu(blocks[homes], k, v, ids, check_ids=False, **scales)
+
+
+def copy_up(k_cache, v_cache, page_ids, blocks, block_ids, **scales):
+    _layers(_up, k_cache, v_cache, page_ids, blocks, block_ids, scales)
