@@ -1,8 +1,9 @@
 """Compile the kernels for GPUs that are not here, and hold registers, spills and shared memory to their limits.
 
 ``python -m gpu_kernels.compile_gate --json`` compiles every variant for every target and prints one JSON line each.
-It fails (exit code 1) where a target does not compile, shared memory exceeds the target's, a 16-bit variant with
-head_dim <= 128 spills registers, or a spill is larger than the recorded one.
+It fails (exit code 1) where a target does not compile, shared memory exceeds the target's, or decode waits for tiles
+that it has just asked for. Where this version of Triton has a record, it fails too if a 16-bit variant with head_dim
+<= 128 spills registers, or a spill is larger than the recorded one: another version is another compiler.
 """
 
 import argparse
@@ -18,12 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from gpu_kernels.capability import Capability
+from gpu_kernels.config import tensor_cores
 from gpu_kernels.environment import interpreted
 from gpu_kernels.variants import TARGETS, Variant, variants
 
@@ -40,6 +43,7 @@ class Reading:
     registers: int
     spills: int
     shared_bytes: int
+    in_flight: int  # copies of later tiles that may be under way when the loop begins one; -1: it has no such copies
     num_warps: int
     num_stages: int
     seconds: float
@@ -95,28 +99,47 @@ def measure(variant: Variant, sm: int, recorded: dict[str, int] | None) -> Readi
     start, config = time.perf_counter(), variant.config
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     registers = spills = shared = 0
+    in_flight = -1
     try:
         compiled = triton.compile(source(variant), target=GPUTarget("cuda", sm, 32), options=options)
         registers, spills = ptxas_usage(compiled.asm["ptx"], sm)
         shared = compiled.metadata.shared
-        allowed = spills if recorded is None else recorded.get(f"{variant.kernel} {variant.name} sm_{sm}", 0)
-        problem = judge(variant, sm, registers, spills, shared, allowed)
+        in_flight = copies_in_flight(compiled.asm["ttgir"])
+        allowed = None if recorded is None else recorded.get(f"{variant.kernel} {variant.name} sm_{sm}", 0)
+        problem = judge(variant, sm, registers, spills, shared, in_flight, allowed)
     except Exception as error:  # whatever a compiler raises is this variant's result, and fails the gate
         problem = f"does not compile: {type(error).__name__}: {str(error)[-500:]}"
     return Reading(
-        variant.kernel, variant.name, f"sm_{sm}", registers, spills, shared, config.num_warps, config.num_stages,
-        round(time.perf_counter() - start, 2), problem,
+        variant.kernel, variant.name, f"sm_{sm}", registers, spills, shared, in_flight, config.num_warps,
+        config.num_stages, round(time.perf_counter() - start, 2), problem,
     )  # fmt: skip
 
 
-def judge(variant: Variant, sm: int, registers: int, spills: int, shared: int, recorded: int) -> str:
-    """The first limit that is broken, in words, or nothing."""
+def copies_in_flight(ttgir: str) -> int:
+    """The least that any wait inside the kernel's loop leaves under way, from Triton's own intermediate code."""
+    begin, end = ttgir.find("scf.for"), ttgir.rfind("scf.yield")
+    waits = re.findall(r"ttg\.async_wait.*?num = (\d+)", ttgir[begin:end]) if begin >= 0 else []
+    return min(map(int, waits), default=-1)
+
+
+def double_buffered(variant: Variant, sm: int) -> bool:
+    """Whether the next tile of K and V is to be under way while one is computed with: decode, from three stages on."""
+    cards = tensor_cores(torch.float16 if variant.half else torch.float32, Capability(sm))
+    return variant.kernel == "attend_split" and cards and variant.config.num_stages >= 3
+
+
+def judge(
+    variant: Variant, sm: int, registers: int, spills: int, shared: int, in_flight: int, recorded: int | None
+) -> str:
+    """The first limit that is broken, in words, or nothing; spills may be any without a record of this Triton."""
     limit = Capability(sm).shared_bytes
     if shared > limit:
         return f"shared memory of {shared} bytes exceeds the target's {limit}"
-    if spills and variant.half and variant.head_dim <= 128:
+    if double_buffered(variant, sm) and in_flight < 1:
+        return f"{in_flight} copies are under way when a tile of K and V is used: the loop waits for memory each time"
+    if recorded is not None and spills and variant.half and variant.head_dim <= 128:
         return f"{spills} bytes of spills in a 16-bit variant with head_dim {variant.head_dim} <= 128"
-    if spills > recorded:
+    if recorded is not None and spills > recorded:
         return f"{spills} bytes of spills, {recorded} are recorded"
     if registers * variant.config.num_warps * 32 > 65_536:
         return f"{registers} registers for {variant.config.num_warps * 32} threads exceed a multiprocessor's 65,536"
@@ -140,15 +163,20 @@ def sample(count: int) -> list[tuple[Variant, int]]:
     return chosen
 
 
-def load_record() -> dict[str, int]:
-    return json.loads(RECORD.read_text())["spills"] if RECORD.exists() else {}
+def load_record() -> dict[str, int] | None:
+    """Spilled bytes by variant with the Triton that is installed; None where nothing was recorded with it."""
+    return _records().get(triton.__version__)
 
 
-def save_record(recorded: dict[str, int], readings: Sequence[Reading]) -> None:
-    """Bring the record up to date for the variants that were read; the others keep their entries."""
-    spills = recorded | {reading.key: reading.spills for reading in readings}
+def _records() -> dict[str, dict[str, int]]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def save_record(readings: Sequence[Reading]) -> None:
+    """Bring this Triton's record up to date for the variants that were read; the others keep their entries."""
+    spills = (load_record() or {}) | {reading.key: reading.spills for reading in readings}
     kept = {key: value for key, value in sorted(spills.items()) if value}
-    RECORD.write_text(json.dumps({"triton": triton.__version__, "spills": kept}, indent=1) + "\n")
+    RECORD.write_text(json.dumps(_records() | {triton.__version__: kept}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = options.kernels or {variant.kernel for variant, _ in pairs}
     pairs = [(v, sm) for v, sm in pairs if sm in options.targets and v.kernel in wanted]
     index, count = map(int, options.shard.split("/"))
-    recorded = load_record()
+    recorded = None if options.record else load_record()
     readings = []
     for variant, sm in pairs[index::count]:
-        readings.append(measure(variant, sm, None if options.record else recorded))
+        readings.append(measure(variant, sm, recorded))
         print(_line(readings[-1], options.json), flush=True)
     if options.record:
-        save_record(recorded, readings)
+        save_record(readings)
     failed = sum(bool(reading.problem) for reading in readings)
     print(f"{len(readings)} variants, {failed} failed", file=sys.stderr)
     return 1 if failed or not readings else 0

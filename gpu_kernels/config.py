@@ -22,6 +22,7 @@ HEADS_PER_PROGRAM = 4  # append, rope
 ROWS_PER_PROGRAM = 4  # merge
 PARTS_PER_STEP = 32  # combine
 SILU_BLOCK = 1024
+DECODE_TILES = ((64, 2), (64, 3), (32, 3), (32, 5), (64, 5))  # keys, stages: what a sweep tries
 COPY_PROGRAMS = 32  # 4 KB under way in each fill any bus, and the other multiprocessors go on with the step
 
 
@@ -64,21 +65,25 @@ def group_blocks(dtype: torch.dtype, quantised: bool, capability: Capability) ->
 
 def decode_config(
     dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability,
-    fp8: bool = False,
+    tile: tuple[int, int] | None = None,
 ) -> Config:  # fmt: skip
-    """``bodies.decode.attend_split``. K and V tiles times the stages fit the 99 KiB of 8.6 and 8.9."""
+    """``bodies.decode.attend_split``, with ``tile`` (keys, stages) where a sweep on the card found that one best.
+
+    Of three stages, two tiles of K and V are on their way while the third is computed with; they fit the 99 KiB of 8.6
+    and 8.9.
+    """
     block_d, blocks = block_of(head_dim), group_blocks(dtype, quantised, capability)
     block_g = next((block for block in blocks if group <= block), blocks[-1])
     if not tensor_cores(dtype, capability):
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
     elif quantised:  # widening the codes takes registers, so more threads share a tile
-        block_n, warps, stages = 64 if block_d <= 128 else 32, 8, 2
-        if fp8 and extras and block_d == 128 and capability.sm >= 90:  # else a few registers spill
-            block_n, stages = 32, 1
+        block_n, warps, stages = 64 if block_d < 128 else 32, 8, 3
     else:
-        block_n = 32 if block_d > 128 or (block_g == 32 and block_d == 128) else 64
-        warps, stages = 4, 3 if capability.shared_bytes >= 160_000 else 2
+        large = block_g == 16 and capability.shared_bytes >= 160_000
+        block_n, warps, stages = 64 if block_d < 128 or (block_d == 128 and large) else 32, 4, 3
+        if tile is not None and swept(dtype, quantised, extras, group, head_dim, capability):
+            block_n, stages = tile
     constants = {
         "QUANTISED": quantised,
         "EXTRAS": extras,
@@ -87,6 +92,18 @@ def decode_config(
         "BLOCK_D": block_d,
     }
     return Config(constants, warps, stages)
+
+
+def swept(dtype: torch.dtype, quantised: bool, extras: bool, group: int, head_dim: int, capability: Capability) -> bool:
+    """Whether decode may have a tile of ``DECODE_TILES``: the common case, for which a card's sweep is short."""
+    common = not quantised and not extras and group <= 16 and head_dim in (64, 128)
+    return common and tensor_cores(dtype, capability)
+
+
+def tiles_of(head_dim: int, capability: Capability) -> tuple[tuple[int, int], ...]:
+    """Those of ``DECODE_TILES`` whose stages fit this device beside what else a program needs (6 KiB)."""
+    stage = 4 * head_dim  # bytes of a key and a value
+    return tuple((n, s) for n, s in DECODE_TILES if n * (s - 1) * stage + 6144 <= capability.shared_bytes)
 
 
 def combine_config(head_dim: int) -> Config:
@@ -104,7 +121,7 @@ def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: 
     elif capability.sm >= 90 and not (quantised and block_d == 128):
         block_m, block_n, warps, stages = 64, 64, 4, 3
     elif quantised and capability.sm >= 100:
-        block_m, block_n, warps, stages = 64, 32, 4, 3
+        block_m, block_n, warps, stages = 64, 32, 4, 2
     elif quantised:
         block_m, block_n, warps, stages = 64, 32, 8, 2
     else:

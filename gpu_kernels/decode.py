@@ -26,7 +26,7 @@ from gpu_kernels.checks import (
     upload,
     whole,
 )
-from gpu_kernels.config import SPLIT_MULTIPLE, Config, combine_config, decode_config
+from gpu_kernels.config import DECODE_TILES, SPLIT_MULTIPLE, Config, combine_config, decode_config
 from gpu_kernels.launch import launch
 from gpu_kernels.overlap import refuse_overlap
 from gpu_kernels.reach import relative_query, sides, span
@@ -190,6 +190,7 @@ def plan_decode(
     key_start: Any = None,
     query_pos: Any = None,
     split_tokens: int | None = DEFAULT_SPLIT_TOKENS,
+    tile: tuple[int, int] | None = None,
 ) -> DecodePlan:
     """Check a batch and lay out its work. Everything that can be refused is refused here.
 
@@ -227,6 +228,10 @@ def plan_decode(
         [num_seqs]: position of each query; ``key_start + seq_lens - 1``, its last key's, by default.
     split_tokens
         Keys per split, a multiple of 64. Results depend on it (by rounding), never on the other rows.
+    tile
+        (keys, stages) of a program's loop, one of `config.tiles_of`; by default what suits the device by its shared
+        memory. It is passed over where it does not apply (scales, ALiBi, other head dims). Results depend on the keys
+        by rounding.
 
     Raises
     ------
@@ -242,6 +247,8 @@ def plan_decode(
     split_tokens = DEFAULT_SPLIT_TOKENS if split_tokens is None else whole("split_tokens", split_tokens)
     if split_tokens < SPLIT_MULTIPLE or split_tokens % SPLIT_MULTIPLE:
         refuse("split_tokens", f"{split_tokens} is not a positive multiple of {SPLIT_MULTIPLE}")
+    if tile is not None and tile not in DECODE_TILES:
+        refuse("tile", f"{tile} is none of {', '.join(map(str, DECODE_TILES))}")
     table = host_integers("block_table", block_table, torch.int32, 2)
     counts = lens.to(torch.int64)
     query = relative_query(counts, 1, key_start, query_pos)
@@ -254,7 +261,7 @@ def plan_decode(
     )
     config = decode_config(
         attention.q_dtype, cache.quantised, attention.extras, attention.group, cache.head_dim, attention.capability,
-        cache.dtype is torch.float8_e4m3fn,
+        tile,
     )  # fmt: skip
     return DecodePlan(
         attention=attention,

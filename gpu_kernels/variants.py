@@ -110,11 +110,18 @@ def _flavours() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int]]:
 def _decode(capability: Capability) -> Iterator[Variant]:
     for dtype, store, extras, dim in _flavours():
         for group in configs.group_blocks(dtype, store in _CODES, capability):
-            config = configs.decode_config(dtype, store in _CODES, extras, group, dim, capability, store is _FP8)
+            arguments = (dtype, store in _CODES, extras, group, dim, capability)
+            plain = configs.decode_config(*arguments)
+            tiles = configs.tiles_of(dim, capability) if configs.swept(*arguments) else ()
+            others = [(f"-n{n}x{stages}", configs.decode_config(*arguments, (n, stages))) for n, stages in tiles]
+            chosen = [("", plain), *((name, config) for name, config in others if config != plain)]
             for out in dict.fromkeys((dtype, _F32)):
                 types = (("q_ptr", dtype), ("k_ptr", store), ("v_ptr", store), ("out_ptr", out))
                 name = f"q_{_label(dtype)}-kv_{_label(store)}-out_{_label(out)}-g{group}-d{dim}{'-extras' * extras}"
-                yield Variant("attend_split", name, decode.attend_split, config, types, dim, dtype is not _F32)
+                for tile, config in chosen:
+                    yield Variant(
+                        "attend_split", name + tile, decode.attend_split, config, types, dim, dtype is not _F32
+                    )
 
 
 def _combine(capability: Capability) -> Iterator[Variant]:

@@ -65,10 +65,11 @@ def attend_split(
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    page = page_of(table_row, begin + offs_n, (begin + offs_n < end) & (begin + offs_n >= first_key), page_shift)
     for start in range(begin, end, BLOCK_N):
         pos = start + offs_n
         live = (pos < end) & (pos >= first_key)
-        page = page_of(table_row, pos, live, page_shift)
+        page_after = page_of(table_row, pos + BLOCK_N, pos + BLOCK_N < end, page_shift)
         offset = offset_of(page, pos, cache_stride, page_mask, cache_stride_position)
         k = load_tile(k_base, offset, live, offs_d, head_dim)
         score = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
@@ -87,6 +88,7 @@ def attend_split(
         else:
             v_scale = weight
         acc = acc * shrink[:, None] + weigh(weight, v, v_scale, QUANTISED, q.dtype)
+        page = page_after
 
     sink = tl.load(sink_ptr + seq * sink_stride + head, mask=live_g, other=float("-inf"))
     shrink, denominator, lse = finish(m, total, sink)

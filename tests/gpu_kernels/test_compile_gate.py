@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import gpu_kernels as g
 from gpu_kernels import attention, compile_gate, config, cpu_layout, decode, fused, kv_cache, merge, prefill
@@ -59,14 +60,41 @@ def test_each_limit_is_a_failure() -> None:
     half, wide = pick("attend_split", 80, True, 128), pick("attend_split", 80, True, 256)
     full = pick("attend_split", 80, False, 128)
     judge = compile_gate.judge
-    assert judge(half, 80, 128, 0, 166_912, 0) == ""
-    assert "shared memory of 166913 bytes exceeds the target's 166912" in judge(half, 80, 128, 0, 166_913, 0)
-    assert "exceeds the target's 65536" in judge(half, 75, 128, 0, 70_000, 0)
-    assert "8 bytes of spills in a 16-bit variant with head_dim 128" in judge(half, 80, 128, 8, 0, 8)
+    assert judge(half, 80, 128, 0, 166_912, 2, 0) == ""
+    assert "shared memory of 166913 bytes exceeds the target's 166912" in judge(half, 80, 128, 0, 166_913, 2, 0)
+    assert "exceeds the target's 65536" in judge(half, 75, 128, 0, 70_000, 2, 0)
+    assert "8 bytes of spills in a 16-bit variant with head_dim 128" in judge(half, 80, 128, 8, 0, 2, 8)
     for variant in (wide, full):
-        assert judge(variant, 80, 128, 8, 0, 8) == ""
-        assert judge(variant, 80, 128, 12, 0, 8) == "12 bytes of spills, 8 are recorded"
-    assert "registers for 128 threads exceed" in judge(half, 80, 600, 0, 0, 0)
+        assert judge(variant, 80, 128, 8, 0, 2, 8) == ""
+        assert judge(variant, 80, 128, 12, 0, 2, 8) == "12 bytes of spills, 8 are recorded"
+    assert "registers for 128 threads exceed" in judge(half, 80, 600, 0, 0, 2, 0)
+    assert judge(half, 80, 128, 12, 0, 2, None) == ""  # another Triton, of which nothing is recorded
+    for in_flight in (-1, 0):
+        assert "copies are under way when a tile of K and V is used" in judge(half, 80, 128, 0, 0, in_flight, 0)
+        assert judge(full, 80, 128, 0, 0, in_flight, 0) == ""  # float32 has no copies ahead
+
+
+def test_reads_what_is_under_way_in_the_loop_and_not_behind_it() -> None:
+    wait = "    %7 = ttg.async_wait %5, %6 {{num = {} : i32}}\n"
+    loop = f"  scf.for %i = %a to %b {{\n{wait.format(2)}{wait.format(3)}    scf.yield %x\n  }}\n"
+    assert compile_gate.copies_in_flight(wait.format(1) + loop + wait.format(0)) == 2
+    assert compile_gate.copies_in_flight("tt.return") == -1
+
+
+@pytest.mark.parametrize("sm", [80, 86, 90])
+def test_decode_has_the_next_tile_under_way(sm: int) -> None:
+    """Compiled: the tile of a model in bf16, as it ships."""
+    program = """
+import sys
+from gpu_kernels import compile_gate as gate
+sm = int(sys.argv.pop())
+made = gate.variants(sm)
+gate.variants = lambda sm: [v for v in made if v.name == "q_bf16-kv_bf16-out_bf16-g16-d128"]
+sys.exit(gate.main(["--json", "--targets", str(sm), "--kernels", "attend_split"]))
+"""
+    done = gate(str(sm), program=program)
+    (reading,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and reading["in_flight"] >= 2, reading
 
 
 def test_reads_the_log_of_ptxas() -> None:
@@ -106,12 +134,16 @@ def test_refuses_to_run_interpreted_and_with_nothing_to_do(
 
 def test_the_record_changes_for_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_gate, "RECORD", tmp_path / "record.json")
-    assert compile_gate.load_record() == {}
-    reading = compile_gate.Reading("merge", "fp32-d16", "sm_80", 32, 24, 0, 2, 1, 0.1, "")
-    compile_gate.save_record(
-        {"merge fp32-d16 sm_80": 8, "merge fp32-d32 sm_80": 4, "merge fp32-d64 sm_80": 0}, [reading]
-    )
+    assert compile_gate.load_record() is None
+    other = {"merge fp32-d16 sm_80": 8, "merge fp32-d32 sm_80": 4}
+    (tmp_path / "record.json").write_text(json.dumps({"1.0.0": other, triton.__version__: other}))
+    readings = [
+        compile_gate.Reading("merge", f"fp32-d{d}", "sm_80", 32, spills, 0, -1, 2, 1, 0.1, "")
+        for d, spills in ((16, 24), (64, 0))
+    ]
+    compile_gate.save_record(readings)
     assert compile_gate.load_record() == {"merge fp32-d16 sm_80": 24, "merge fp32-d32 sm_80": 4}
+    assert json.loads((tmp_path / "record.json").read_text())["1.0.0"] == other
 
 
 def test_variants_are_listed_once_and_bf16_follows_capability() -> None:
@@ -123,7 +155,9 @@ def test_variants_are_listed_once_and_bf16_follows_capability() -> None:
 
 def test_recorded_spills_name_variants_that_exist() -> None:
     names = {f"{v.kernel} {v.name} sm_{sm}" for sm in TARGETS for v in variants(sm)}
-    assert set(compile_gate.load_record()) <= names
+    records = json.loads(compile_gate.RECORD.read_text())
+    assert triton.__version__ in records
+    assert all(set(record) <= names for record in records.values())
 
 
 class Recorder:
@@ -178,7 +212,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield at
 
 
-def launch_attention(dtype: torch.dtype, store: torch.dtype, dim: int, group: int, cap: float) -> None:
+def launch_attention(
+    dtype: torch.dtype, store: torch.dtype, dim: int, group: int, cap: float, tiles: tuple[tuple[int, int], ...] = ()
+) -> None:
     cache = torch.zeros(8, 2, 16, dim, dtype=store)
     scale = torch.zeros(8, 2, 16) if store in SCALED else None
     scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
@@ -190,6 +226,10 @@ def launch_attention(dtype: torch.dtype, store: torch.dtype, dim: int, group: in
             g.paged_decode_attention(
                 q, cache, cache, table, lens, out=out, logits_soft_cap=cap, split_tokens=split, **scales
             )
+            for tile in tiles:
+                g.paged_decode_attention(
+                    q, cache, cache, table, lens, out=out, logits_soft_cap=cap, split_tokens=split, tile=tile, **scales
+                )
     starts = torch.tensor([0, 1], dtype=torch.int32)
     g.prefill_attention(q, cache, cache, table, starts, lens, logits_soft_cap=cap, **scales)
 
@@ -212,10 +252,18 @@ def test_launchers_compile_nothing_that_is_not_listed(recorder: Any, sm: int) ->
     kept, listed = recorder(sm), {v.key for v in variants(sm)}
     dtypes = (torch.float32, torch.float16, *((torch.bfloat16,) if sm >= 80 else ()))
     for dtype in dtypes:
-        for dim in (16, 32, 48, 80, 208):  # one of each block of head dims
+        for dim in (
+            16,
+            32,
+            48,
+            64,
+            80,
+            128,
+            208,
+        ):  # one of each block of head dims, and those that have a choice of tiles
             for group in (1, 5, 17):
                 for cap in (0.0, 5.0):
-                    launch_attention(dtype, dtype, dim, group, cap)
+                    launch_attention(dtype, dtype, dim, group, cap, config.tiles_of(dim, g.Capability(sm)))
                     for store in SCALED:
                         launch_attention(dtype, store, dim, group, cap)
             rows = torch.zeros(2, 4, dim, dtype=dtype)
