@@ -45,7 +45,7 @@ class Job:
     """
 
     __slots__ = ("_pool", "_words", "_index", "_done_at", "_sequence", "_alive", "_plan", "_space", "_settled",
-                 "_error", "_start_ns", "_end_ns", "_polls", "__weakref__")  # fmt: skip
+                 "_error", "_start_ns", "_end_ns", "_polls", "_lost", "__weakref__")  # fmt: skip
 
     def __init__(
         self, pool: JobOwner, words: memoryview, index: int, sequence: int, plan: Any, space: Any, alive: Any
@@ -53,7 +53,7 @@ class Job:
         self._pool, self._words, self._index = pool, words, index
         self._done_at, self._sequence = index * JOB_WORDS + _DONE, sequence
         self._plan, self._space, self._alive = plan, space, alive
-        self._settled = False
+        self._settled = self._lost = False
         self._polls = 0
         self._error: WorkerError | None = None
         self._start_ns: int | None = None
@@ -121,6 +121,8 @@ def error_of(code: int, cancelled: bool, sequence: int) -> WorkerError | None:
         return JobCancelled(f"job {sequence} was cancelled")
     if code == Fault.CLOSED:
         return PoolClosed(f"the pool was closed before job {sequence} ended")
+    if code == Fault.LATE:
+        return WorkerError(f"job {sequence} did not end in time")
     if code:
         return WorkerError(f"job {sequence} failed: injected fault {Fault(code).name.lower()!r}")
     return None

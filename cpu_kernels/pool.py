@@ -74,9 +74,9 @@ class WorkerPool:
         self._lock = threading.RLock()
         self._free = list(range(MAX_JOBS - 1, -1, -1))
         self._flying: tuple[deque[Job], deque[Job]] = (deque(), deque())
-        self._sequence = 0
+        self._sequence = self._armed = 0
         self._closed = False
-        self._push, self.push_address = natives()[1:]
+        self._push, self.push_address, self._arm = natives()[1:]
         self._start_workers()
         _pools.add(self)
         self._finalizer = weakref.finalize(self, close_forgotten, self._shared)
@@ -199,6 +199,36 @@ class WorkerPool:
         """Address to give to the native push (a ``void (*)(void *)`` at `push_address`), e.g. as a stream callback."""
         return self._shared.slab_at + job._index * JOB_BYTES
 
+    # ------------------------------------------------------------------ beside a device that reads and writes memory
+    def memory(self) -> tuple[int, int]:
+        """Address (of a page) and bytes of what a device must reach for `arm` and `done_word`."""
+        return self._shared.ctl_at, self._shared.all.nbytes
+
+    def arm(self, job: Job) -> tuple[int, int]:
+        """A worker pushes the prepared ``job`` once a device writes the number that is returned, 32 bits, to the
+        address that is returned. Jobs are armed, and numbers written, in one order; idle workers spin until then."""
+        with self._lock:
+            self._armed += 1
+            self._arm(self.descriptor(job))
+            return self._shared.ctl_at + 8 * Ctl.BELL, self._armed & 0xFFFFFFFF
+
+    def done_word(self, job: Job) -> tuple[int, int]:
+        """Address of a 32-bit word, and the number that it reaches (counting on around 2**32) when ``job`` ends."""
+        return self._shared.slab_at + 8 * job._done_at, job._sequence & 0xFFFFFFFF
+
+    def give_up(self, job: Job) -> None:
+        """``job`` ends now, with an error, for whoever polls it or waits for its `done_word`. A worker that hangs in it
+        may still come: its descriptor is not used again."""
+        with self._lock:
+            if not job.done():
+                self._shared.kept.append((job._alive, job._space))
+                job._lost, job._space = True, job._plan.workspace()
+                self._fail(job, Fault.LATE)
+
+    def end_if_deserted(self) -> None:
+        """Fail all jobs if no worker is left that could end them."""
+        self._end_if_deserted()
+
     def _take_descriptor(self) -> tuple[int, int]:
         with self._lock:
             if self._closed:
@@ -230,7 +260,8 @@ class WorkerPool:
             job._error = error_of(words[at + Word.ERROR], bool(words[at + Word.CANCELLED]), job._sequence)
             job._plan.give(job._space)
             job._plan = job._space = job._alive = None
-            self._free.append(job._index)
+            if not job._lost:
+                self._free.append(job._index)
             job._settled = True
 
     def _end_if_deserted(self) -> None:
@@ -296,10 +327,10 @@ class WorkerPool:
         if not stopped:
             raise TimeoutError(f"a worker did not stop within {timeout_s} s; {len(left)} jobs were failed")
 
-    def _fail(self, job: Job) -> None:
+    def _fail(self, job: Job, reason: Fault = Fault.CLOSED) -> None:
         at = job._index * JOB_WORDS
         words = self._shared.words
-        words[at + Word.ERROR] = int(Fault.CLOSED)
+        words[at + Word.ERROR] = int(reason)
         words[at + Word.END_NS] = time.monotonic_ns()
         words[job._done_at] = job._sequence
         self._shared.futex(self._shared.slab_at + job._done_at * 8, FUTEX_WAKE_PRIVATE, EVERYBODY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import threading
 import time
@@ -27,20 +28,15 @@ class _TimeSpec(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def natives() -> tuple[Any, Any, int]:
-    """Return (worker, push, address of push)."""
+def natives() -> tuple[Any, Any, int, Any]:
+    """Return (worker, push, address of push, arm)."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    loaded = jit.load(build_worker(x86), ("worker", "push"), jit.Target(isa.target_cpu("portable")))
+    loaded = jit.load(build_worker(x86), ("worker", "push", "arm"), jit.Target(isa.target_cpu("portable")))
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
     push = loaded.addresses["push"]
     # A push takes well under a microsecond: keeping the GIL (PYFUNCTYPE) is cheaper than giving it away and back.
-    return call(loaded.addresses["worker"]), ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(push), push
-
-
-def _aligned_words(count: int) -> np.ndarray:
-    raw = np.zeros(count + 8, np.int64)
-    start = (-raw.ctypes.data % 64) // 8
-    return raw[start : start + count]
+    quick = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+    return call(loaded.addresses["worker"]), quick(push), push, quick(loaded.addresses["arm"])
 
 
 class PoolState:
@@ -52,7 +48,13 @@ class PoolState:
             raise OSError(f"WorkerPool needs Linux on x86-64 or AArch64, this is {platform.system()} on {machine}")
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.futex_number = _FUTEX_NUMBER[machine]
-        self.ctl, self.slab = _aligned_words(CTL_WORDS), _aligned_words(MAX_JOBS * JOB_WORDS)
+        # Pages of their own, so that a device can lock them; not shared with a forked process.
+        count = CTL_WORDS + MAX_JOBS * JOB_WORDS
+        self.all: np.ndarray = np.frombuffer(
+            mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.int64, count
+        )
+        self.ctl: np.ndarray = self.all[:CTL_WORDS]
+        self.slab: np.ndarray = self.all[CTL_WORDS:]
         self.ctl[Ctl.SPIN_NS] = int(spin_us * 1000)
         self.ctl[Ctl.CLOCK] = ctypes.cast(self.libc.clock_gettime, ctypes.c_void_p).value
         self.ctl[Ctl.SYSCALL] = ctypes.cast(self.libc.syscall, ctypes.c_void_p).value

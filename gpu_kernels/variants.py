@@ -205,6 +205,6 @@ def _pack(capability: Capability) -> Iterator[Variant]:
                 yield Variant("pack", name, pack.pack, config, types, dim, store is not _F32)
                 yield Variant("unpack", name, pack.unpack, config, types, dim, store is not _F32)
                 if ids is torch.int64:
-                    types += (("home_ptr", ids),)
-                    yield Variant("copy_down", name, pack.copy_down, config, types, dim, store is not _F32)
-                    yield Variant("copy_up", name, pack.copy_up, config, types, dim, store is not _F32)
+                    homes = (*types, ("home_ptr", ids))
+                    yield Variant("copy_down", name, pack.copy_down, config, homes, dim, store is not _F32)
+                    yield Variant("copy_up", name, pack.copy_up, config, homes, dim, store is not _F32)

@@ -113,6 +113,7 @@ class Fault(IntEnum):
     HANG = 2
     CANCELLED = 3
     CLOSED = 4
+    LATE = 5
 
 
 class Ctl(IntEnum):
@@ -130,8 +131,11 @@ class Ctl(IntEnum):
     SYSCALL = 58  # address of libc's syscall
     FUTEX = 59  # system call number
     NODES = 60  # NUMA nodes of the workers
-    RING = 64  # two rings of RING_SLOTS descriptor addresses
+    BELL = 64  # low half: jobs that may be pushed, of those armed; a device writes it, and nobody else
+    RUNG = 72  # armed jobs that workers have pushed
+    ARMED = 80  # jobs armed so far
+    RING = 88  # two rings of RING_SLOTS descriptor addresses, then those of armed jobs
 
 
 RING_SLOTS = 1024
-CTL_WORDS = int(Ctl.RING) + 2 * RING_SLOTS
+CTL_WORDS = int(Ctl.RING) + 3 * RING_SLOTS

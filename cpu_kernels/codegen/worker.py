@@ -6,6 +6,13 @@ A worker never touches the interpreter. It claims chunks with one atomic add, wa
     worker         scan  claim chunk, run, claim chunk, run, ..., last chunk done: END_NS, DONE = SEQUENCE, wake waiters
     poll                                                          DONE >= SEQUENCE ?  (one load from Python)
 
+A job may also be armed: a worker pushes it when a device (a GPU's stream, which can write memory and wake nobody) has
+rung the bell often enough. Workers stay awake while armed jobs are left::
+
+    arm     [desc -> armed] ARMED+1, SIGNAL+1, wake sleepers
+    device                                  ... BELL = n
+    worker              idle: BELL, RUNG differ: RUNG+1, push
+
 Descriptors live in a slab that is never freed while workers run, and a descriptor is reused only after its job ended.
 A worker that stalled with an old descriptor in hand therefore does no harm: a claim word holds the end of its chunks
 and the next chunk together, so its add either fails (nothing left) or claims a chunk of the job that is there now.
@@ -111,6 +118,36 @@ def _emit_push(module: Module, x86: bool) -> None:
         at.wake(ctl, Ctl.SIGNAL)
 
 
+def _emit_arm(module: Module) -> None:
+    """``arm(job)``: the next ring of the bell pushes a prepared job; for one thread at a time."""
+    f = module.function("arm", (PTR,))
+    job = f.args[0]
+    ctl = f.load(PTR, job, Job.POOL * 8)
+    at = Atomics(f, ctl)
+    armed = at.get(ctl, Ctl.ARMED)
+    f.store(job, _armed_at(ctl, armed))
+    at.put(ctl, Ctl.ARMED, armed + 1)
+    at.add(ctl, Ctl.SIGNAL, 1)
+    with f.when(at.get(ctl, Ctl.SLEEPERS, "seq_cst").ne(0)):
+        at.wake(ctl, Ctl.SIGNAL)
+
+
+def _armed_at(ctl: Value, number: Value) -> Value:
+    return ctl.at((number % RING_SLOTS) * 8 + (Ctl.RING + 2 * RING_SLOTS) * 8)
+
+
+def _hear(f: Function, at: Atomics) -> None:
+    """Push what the bell has rung for. RUNG is read first: the bell, read later, is never behind it."""
+    ctl = at.ctl
+    with f.forever() as silent:
+        rung = at.get(ctl, Ctl.RUNG, "seq_cst")
+        with f.when((rung & 0xFFFFFFFF).eq(at.get(ctl, Ctl.BELL, "seq_cst") & 0xFFFFFFFF)):
+            f.leave(silent)
+        job = f.load(PTR, _armed_at(ctl, rung))
+        with f.when(at.replace(ctl, Ctl.RUNG, rung, rung + 1)):
+            f.call("void", "push", job)
+
+
 def _emit_worker(module: Module, x86: bool) -> None:
     """``worker(ctl, node)``: run chunks until STOP; kernels of others get the default floating-point control too."""
     f = module.function("worker", (PTR, I64))
@@ -121,6 +158,7 @@ def _emit_worker(module: Module, x86: bool) -> None:
         signal = at.get(ctl, Ctl.SIGNAL, "seq_cst")
         with f.when(at.get(ctl, Ctl.STOP).ne(0)):
             f.leave(stopped)
+        _hear(f, at)
         _find(f, at, job, node, x86)
         with f.when(f.let("i1", f"icmp eq ptr {job.get().name}, null")):
             _rest(f, at, signal, x86)
@@ -183,13 +221,16 @@ def _hang(f: Function, at: Atomics, seen: Value) -> None:
 
 
 def _rest(f: Function, at: Atomics, signal: Value, x86: bool) -> None:
-    """Spin for SPIN_NS, then sleep until SIGNAL changes."""
+    """Spin for SPIN_NS, and for as long as armed jobs are left, then sleep until SIGNAL changes."""
     ctl = at.ctl
     start, spin = at.now(), f.load(I64, ctl, Ctl.SPIN_NS * 8)
     with f.forever() as over:
         with f.when(at.get(ctl, Ctl.SIGNAL, "seq_cst").ne(signal)):
             f.leave(over)
-        with f.when(at.now() - start >= spin):
+        rung = at.get(ctl, Ctl.RUNG)
+        with f.when((rung & 0xFFFFFFFF).ne(at.get(ctl, Ctl.BELL) & 0xFFFFFFFF)):
+            f.leave(over)
+        with f.when(at.get(ctl, Ctl.ARMED).eq(rung)), f.when(at.now() - start >= spin):
             at.add(ctl, Ctl.SLEEPERS, 1)
             at.sleep_while(ctl, Ctl.SIGNAL, signal)
             at.add(ctl, Ctl.SLEEPERS, -1)
@@ -199,8 +240,9 @@ def _rest(f: Function, at: Atomics, signal: Value, x86: bool) -> None:
 
 
 def build_worker(x86: bool) -> str:
-    """Return the IR of ``worker`` and ``push``."""
+    """Return the IR of ``worker``, ``push`` and ``arm``."""
     module = Module()
     _emit_push(module, x86)
+    _emit_arm(module)
     _emit_worker(module, x86)
     return module.text()

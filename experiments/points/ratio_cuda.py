@@ -176,7 +176,8 @@ def point(app: App, settings: CardSettings) -> dict[str, Any]:
             "model": found.shape, "dtype": found.dtype, "gpu_budget_bytes": found.budget_bytes,
             "gpu_requests": s.gpu_requests, "cpu_requests": cpu_requests, "num_layers": layers,
             **window.row(_alone_ns.get((name, found)), layers),
-            "handover": getattr(llm.device, "handover", None), "why_poll": getattr(llm.device, "why_poll", None),
+            "handover": getattr(llm.device, "handover", None),
+            "why_handover": getattr(llm.device, "why_handover", None),
             "pageable": ", ".join(getattr(llm.device, "pageable", ())),
             "eager_because": getattr(llm.stages.gpu_tier, "why_eager", None),
             "clock_spread_ns": getattr(llm.device, "clock_spread_ns", 0),
@@ -334,8 +335,8 @@ def _doubts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     if slow := sorted({r["pageable"] for r in rows if r["pageable"]}):
         found.append(f"not page-locked, so that copies block the driver: {'; '.join(slow)}; no measure of this card")
-    if polled := sorted({r["why_poll"] for r in rows if r["why_poll"]}):
-        found.append(f"the driver handed CPU attention over: {'; '.join(polled)}")
+    if slower := sorted({f"by {r['handover']}: {r['why_handover']}" for r in rows if r["why_handover"]}):
+        found.append(f"CPU attention was not handed over by a word in memory, but {'; '.join(slower)}")
     if eager := sorted({r["eager_because"] for r in rows if r["eager_because"]}):
         found.append(f"linear stages ran without CUDA graphs: {'; '.join(eager)}")
     return found

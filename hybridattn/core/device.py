@@ -6,7 +6,8 @@
 
 A lane is in order and its ops do not overlap. An op starts after every future in ``after`` ended. If one of those
 failed, the op fails with the same error and does not run. A GPU-lane op whose ``after`` holds an unfinished
-``cpu.attention`` future is refused: a real stream cannot wait for host work without stalling; poll or wait first.
+``cpu.attention`` future is refused, but where ``waits_for`` said that the stream itself can wait for it; poll or wait
+first. (Such an op may run although the future then fails; it fails with the same error all the same.)
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ class Device(Protocol):
 
     def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
         """Return when one of ``futures`` is done; ``StallError`` naming them when the bound passes."""
+        ...
+
+    def waits_for(self, future: Future, timeout_ns: int) -> bool:
+        """Whether ops of the GPU's lanes may come after ``future``, a ``cpu.attention`` that has not ended: then it
+        ends within ``timeout_ns``, in an error if need be, so that no stream stands still for longer."""
         ...
 
     def drain(self, timeout_ns: int) -> list[Span]:

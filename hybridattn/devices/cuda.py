@@ -37,10 +37,11 @@ from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
 from hybridattn.devices.cuda_spans import spans_of
 from hybridattn.devices.fingerprint import fingerprint
-from hybridattn.devices.handover import HandoverLane, why_no_host_call
+from hybridattn.devices.handover import HandoverLane, why_no_host_call, why_no_words
 from hybridattn.devices.live import LiveDevice
+from hybridattn.devices.word_bounds import WordBounds
 
-HANDOVERS = ("auto", "stream", "poll")
+HANDOVERS = ("auto", "bell", "stream", "poll")
 _UNSEEN = 32
 _START_NS = 30_000_000_000  # longest wait for the idle card when the device opens
 
@@ -55,7 +56,8 @@ class CudaDevice(LiveDevice):
     gpu_memory_bytes : int, optional
         Budget of the GPU tier, weights included (a smaller card is emulated this way). Default: what can be had now.
     handover : str
-        ``stream`` (host calls; refused where there are none), ``poll`` (the driver), or ``auto``.
+        ``bell`` (a word in memory), ``stream`` (host calls), ``poll`` (the driver), or ``auto``: the first of these
+        that works here. With ``bell`` streams also wait for words: a WAIT then is the card's, not the driver's.
     graphs : bool
         Capture the linear stages as CUDA graphs.
     cores : CorePlan, optional
@@ -70,6 +72,7 @@ class CudaDevice(LiveDevice):
 
     Attributes
     ----------
+    handover, why_handover : who hands CPU attention over, and why not the way that comes before (None: it is the first)
     pageable : what could not be page-locked, so that its copies block the driver; such a run is no measure of a card
     waited_ns : for how long the driver has waited for futures so far; the rest of its time it plans and submits
     """
@@ -116,17 +119,13 @@ class CudaDevice(LiveDevice):
         self._allocated_before = self.runtime.allocated()
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the driver only enqueues; idle helpers would sit on the pool's cpus
-        self.why_poll = "asked for" if handover == "poll" else why_no_host_call(self.runtime)
-        if handover == "stream" and self.why_poll is not None:
-            raise InputError(f"handover 'stream' cannot be used: {self.why_poll}")
+        self.handover, self.why_handover = _handover(self.runtime, handover)
         self.profile = f"{self.runtime.gpu_name.replace(' ', '_')}+{fingerprint()}"
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
-        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.why_poll is None)
-
-    @property
-    def handover(self) -> str:
-        """Who hands CPU attention over: ``stream`` or ``poll`` (then ``why_poll`` says why)."""
-        return "stream" if self._cpu.by_stream else "poll"
+        if self.handover == "bell" and not self.pin(self.pool, *self.pool.memory(), "the pool's words"):
+            self.handover, self.why_handover = _handover(self.runtime, "auto", "the pool's words are pageable")
+        self._bounds = WordBounds(self.pool)
+        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.handover)
 
     @property
     def clock_spread_ns(self) -> int:
@@ -137,11 +136,21 @@ class CudaDevice(LiveDevice):
 
     def submit(self, op: Op, after: tuple[Future, ...] = ()) -> Future:
         self._refuse_if_closed(op)
-        check_after(op, after)
+        check_after(op, [t for t in after if not self._by_word(t)])
         future = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
         self._keep(future)
         self.pump()
         return future
+
+    def waits_for(self, future: Future, timeout_ns: int) -> bool:
+        if not self._by_word(future):
+            return False
+        self._bounds.add(future.job, timeout_ns)  # type: ignore[attr-defined]
+        return True
+
+    def _by_word(self, future: Future) -> bool:
+        """Whether streams can wait for the end of ``future``: a native job, whose end is a word."""
+        return self.handover == "bell" and isinstance(future, HandoverFuture) and future.job is not None
 
     def _hand_over(self, op: Op, after: tuple[Future, ...]) -> HandoverFuture:
         future = HandoverFuture(self, op, after)
@@ -170,6 +179,8 @@ class CudaDevice(LiveDevice):
             event = getattr(earlier, "finished", None)
             if event is not None and earlier.op.lane != future.op.lane:
                 runtime.wait(stream, event)
+            elif isinstance(earlier, HandoverFuture) and not earlier.done():
+                runtime.wait_word(stream, *self.pool.done_word(earlier.job))  # type: ignore[arg-type]
         future.begun, future.finished = runtime.event(), runtime.event()
         runtime.record(future.begun, stream)
         runtime.enqueue(stream, future.execute)
@@ -202,6 +213,7 @@ class CudaDevice(LiveDevice):
     def _stop(self) -> None:
         deadline = time.perf_counter() + self._close_timeout_s
         self._cpu.stop()
+        self._bounds.stop()
         at_rest = self._at_rest(deadline)
         if not at_rest:
             # A host call may still come and push into the pool's memory, which must then outlive this object.
@@ -313,6 +325,19 @@ def _unpin(device: weakref.ref[CudaDevice], address: int) -> None:
     if opened._closed or opened._at_rest(deadline):
         with suppress(RuntimeError):  # a card that has failed
             opened.runtime.unpin(address)
+
+
+def _handover(runtime: CudaRuntime, wanted: str, no_bell: str | None = None) -> tuple[str, str | None]:
+    """The way of ``wanted`` that works here, and why not the one before it; InputError where that was asked for."""
+    reason = no_bell
+    for way, why_not in (("bell", why_no_words), ("stream", why_no_host_call)):
+        if wanted in ("auto", way) and not (way == "bell" and no_bell):
+            if (found := why_not(runtime)) is None:
+                return way, reason
+            if wanted == way:
+                raise InputError(f"handover '{way}' cannot be used: {found}")
+            reason = found
+    return "poll", "asked for" if wanted == "poll" else reason
 
 
 def _budget(runtime: CudaRuntime, wanted: int | None) -> int:

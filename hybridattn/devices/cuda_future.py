@@ -100,8 +100,9 @@ class StreamFuture:
     def settle(self, failure: BaseException | None, gpu_start_ns: int, gpu_end_ns: int) -> None:
         """The end: read what the host could not read before, and let go of what the op used."""
         self.gpu_start_ns, self.gpu_end_ns = gpu_start_ns, gpu_end_ns
+        late = next((t.error for t in self.after if t.error is not None), None)  # it failed while the stream waited
         self._ready, self.after = ready_of(self.after), ()  # or every future would keep all its ancestors alive
-        self.failure = self.failure or failure
+        self.failure = self.failure or failure or late
         self.begun = self.finished = None
         if isinstance(self.result, Deferred):
             try:

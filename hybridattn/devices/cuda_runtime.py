@@ -10,16 +10,15 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from hybridattn.core.errors import InputError
+from hybridattn.devices.cuda_words import Words, loaded_library
 
 Stream = Any
 Event = Any
-_MAPS = Path("/proc/self/maps")
 _MARGIN = 1 << 30  # of the card's memory, or 3 % of it: context, modules, library workspaces, graphs
 
 
@@ -64,6 +63,19 @@ class CudaRuntime(Protocol):
         """``void function(void *argument)`` (addresses) runs when ``stream`` comes by; it must not use CUDA."""
         ...
 
+    def why_no_words(self) -> str | None:
+        """Why streams can neither wait for a word of page-locked memory nor write one; None where they can."""
+        ...
+
+    def wait_word(self, stream: Stream, address: int, value: int) -> None:
+        """Work enqueued on ``stream`` from now on starts once the 32-bit word at ``address`` (page-locked) has counted
+        up to ``value`` or past it, around 2**32."""
+        ...
+
+    def write_word(self, stream: Stream, address: int, value: int) -> None:
+        """The word at ``address`` becomes ``value`` when ``stream`` comes by; what was copied before is seen first."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """Bytes of the card that can be had now, and in all."""
         ...
@@ -106,6 +118,7 @@ class TorchCuda:
         self._device = torch.device(self.torch_device)
         self.gpu_name = torch.cuda.get_device_name(self._device)
         self._launch, self._no_launch = _find_host_call()
+        self._words = Words()
         self._graph_pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that share the pool
 
@@ -143,6 +156,17 @@ class TorchCuda:
         with torch.cuda.device(self._device):
             code = self._launch(stream.cuda_stream, function, argument)
         _raise_refused("the host call was refused", code)
+
+    def why_no_words(self) -> str | None:
+        return self._words.why_not
+
+    def wait_word(self, stream: Stream, address: int, value: int) -> None:
+        with torch.cuda.device(self._device):
+            self._words.wait(stream.cuda_stream, address, value)
+
+    def write_word(self, stream: Stream, address: int, value: int) -> None:
+        with torch.cuda.device(self._device):
+            self._words.write(stream.cuda_stream, address, value)
 
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self._device)
@@ -217,7 +241,7 @@ def _runtime_library() -> ctypes.CDLL | None:
     """The CUDA runtime that torch itself uses: symbols are asked of torch's library, which is linked to it. A process
     may have loaded a second one."""
     for name in ("libc10_cuda.so", "libcudart.so"):
-        path = loaded_library(name, _MAPS)
+        path = loaded_library(name)
         if path is not None:
             return ctypes.CDLL(path)
     return None
@@ -225,7 +249,7 @@ def _runtime_library() -> ctypes.CDLL | None:
 
 def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None]:
     """The native launch of a host function: of the runtime library that is loaded, else of the driver's."""
-    driver = loaded_library("libcuda.so", _MAPS)
+    driver = loaded_library("libcuda.so")
     libraries = (_runtime_library(), ctypes.CDLL(driver) if driver is not None else None)
     for library, symbol in zip(libraries, ("cudaLaunchHostFunc", "cuLaunchHostFunc"), strict=True):
         launch = getattr(library, symbol, None)
@@ -233,12 +257,3 @@ def _find_host_call() -> tuple[Callable[[int, int, int], int] | None, str | None
             launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int
             return launch, None
     return None, "neither libcudart nor libcuda is loaded in this process"
-
-
-def loaded_library(name: str, maps: Path) -> str | None:
-    """Path of a shared library that a process has loaded, by the start of its file name (from its memory map)."""
-    for line in maps.read_text().splitlines() if maps.exists() else ():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/") and Path(path).name.startswith(name):
-            return path
-    return None

@@ -5,14 +5,17 @@
     pool                     |attention(l)| ... sequence number
     driver      ... layer l+1 ............. done()? reads the number, ~100 ns
 
-The job's descriptor is filled when the op is submitted; the host call is the pool's own native push with that
-descriptor. Where host calls are missing, and for ops without a native form, the driver does it while it polls, as on
-the host device; the two ways keep their order.
+The job's descriptor is filled when the op is submitted. Three ways, the first that works here:
+
+    bell    the stream writes a word that the pool's workers look at: nothing but the stream and a worker takes part
+    stream  a host call, the pool's own native push with that descriptor
+    poll    the driver pushes while it polls, as on the host device; so do ops without a native form. Order is kept.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import time
 from typing import Any
 
@@ -38,9 +41,9 @@ class _Preparing:
 class HandoverLane(CpuLane):
     """A ``CpuLane`` whose native jobs are pushed by a stream where that is possible."""
 
-    def __init__(self, runtime: CudaRuntime, pool: WorkerPool, cpus: tuple[int, ...], by_stream: bool) -> None:
+    def __init__(self, runtime: CudaRuntime, pool: WorkerPool, cpus: tuple[int, ...], way: str) -> None:
         super().__init__(pool, cpus)
-        self.by_stream = by_stream
+        self.way = way
         self.stream = runtime.open_stream()
         self._runtime = runtime
         self._jobs = pool
@@ -55,7 +58,7 @@ class HandoverLane(CpuLane):
 
     def _goes_by_stream(self, future: HandoverFuture) -> bool:
         """Native, after stream ops only, and nothing queued that it would overtake."""
-        if not self.by_stream or future.op.native is None or self._closing:
+        if self.way == "poll" or future.op.native is None or self._closing:
             return False
         if self._pending[WAITED] or self._pending[SKIPPED] or (self._closure is not None and not self._closure.done()):
             return False
@@ -69,17 +72,20 @@ class HandoverLane(CpuLane):
             future.end(error=error)
             return
         try:
-            future.hand_over(job, self._call_after(future, self._jobs.descriptor(job)))  # type: ignore[arg-type]
+            future.hand_over(job, self._call_after(future, job))
         except Exception as error:  # the card has failed since
             future.end(error=error)
         self._native = future
 
-    def _call_after(self, future: HandoverFuture, descriptor: int) -> Event:
+    def _call_after(self, future: HandoverFuture, job: Any) -> Event:
         """The push of a job, once what it comes after has ended; returns the event that passes then."""
         for earlier in future.after:
             if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
                 self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
-        self._runtime.host_call(self.stream, self._jobs.push_address, descriptor)
+        if self.way == "bell":
+            self._runtime.write_word(self.stream, *self._jobs.arm(job))
+        else:
+            self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))
         pushed = self._runtime.event()
         self._runtime.record(pushed, self.stream)
         return pushed
@@ -102,3 +108,36 @@ def why_no_host_call(runtime: CudaRuntime) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def why_no_words(runtime: CudaRuntime) -> str | None:
+    """Try one wait for a word and one write of a word; why they cannot be used, None if they can."""
+    reason = runtime.why_no_words()
+    if reason is not None:
+        return reason
+    page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    words = (ctypes.c_uint32 * 2).from_buffer(page)
+    address = ctypes.addressof(words)
+    stream, event = runtime.open_stream(), runtime.event()
+    try:
+        runtime.pin(address, mmap.PAGESIZE)
+        runtime.wait_word(stream, address, 1)
+        runtime.write_word(stream, address + 4, 2)
+        runtime.record(event, stream)
+        time.sleep(0.002)
+        if runtime.query(event) or words[1]:
+            return "a stream does not wait for a word"
+        words[0] = 1
+        deadline = time.perf_counter() + PROBE_S
+        while not runtime.query(event):
+            if time.perf_counter() > deadline:
+                _kept.append(words)
+                runtime.write_word(runtime.open_stream(), address, 1)
+                return f"a stream that waits for a word did not see it within {PROBE_S:g} s"
+        runtime.unpin(address)
+    except RuntimeError as error:
+        return str(error)
+    return None if words[1] == 2 else "a stream's write of a word was not seen"
+
+
+_kept: list[Any] = []  # memory that a stream may still look at

@@ -128,6 +128,9 @@ class LiveDevice(ABC):
             interrupts_held.raise_overdue()
             futures[0].block(0.0005)  # type: ignore[attr-defined]  # the lane is in order: the first is the likely one
 
+    def waits_for(self, future: Future, timeout_ns: int) -> bool:
+        return False
+
     def drain(self, timeout_ns: int) -> list[Span]:
         """Also sets ``dropped``."""
         deadline = time.perf_counter_ns() + timeout_ns

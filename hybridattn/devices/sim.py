@@ -230,6 +230,9 @@ class SimDevice:
         if when_ns > self.clock_ns:
             self.advance(when_ns)
 
+    def waits_for(self, future: Future, timeout_ns: int) -> bool:
+        return False
+
     def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
         end = min(t.end_ns for t in futures)
         if end > self.clock_ns + timeout_ns:

@@ -206,10 +206,13 @@ class Decisions:
         return False
 
     def _wait(self, micro_batch: MicroBatch, at: LayerView) -> bool:
-        """Wait for the micro-batch as long as the policy allows; False when that passed first."""
+        """Wait for the micro-batch as long as the policy allows; False when that passed first. Where a policy needs no
+        predictions, and so no times, the wait may be the stream's."""
         self._stats.waits += 1
         max_wait_ns, future = self._policy.max_wait_ns(micro_batch, at), micro_batch.future
         if max_wait_ns is None or max_wait_ns >= self._timeout_ns:
+            if not self._forecast.predicts and self._device.waits_for(future, self._timeout_ns):
+                return True  # the card's stream waits, and the driver goes on
             future.wait(self._timeout_ns)
         elif not future.done():
             try:

@@ -45,6 +45,8 @@ def warm_up(tier: Any, config: EngineConfig) -> None:
         rows.write()
         _linear(tier, rows)
         rows.attend(0)
+        rows.num_split = 1
+        rows.merge(torch.zeros_like(rows.out[:1]), torch.zeros_like(rows.lse[:1]))
         rows.kv[0] = rows.k, rows.v
         down = rows.prefills[-1]
         tier.load_kv(0, down.blocks, start)()

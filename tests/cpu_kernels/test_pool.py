@@ -19,7 +19,7 @@ import pytest
 
 import cpu_kernels as ck
 from cpu_kernels import memory
-from cpu_kernels.codegen.fields import JOB_WORDS, Item
+from cpu_kernels.codegen.fields import JOB_WORDS, Ctl, Item
 from cpu_kernels.pool import MAX_JOBS
 
 
@@ -516,3 +516,55 @@ def test_pages_of_every_layer_are_dealt_to_the_nodes_alike(monkeypatch: pytest.M
     monkeypatch.setattr(memory, "_TOUCH_CHUNK", 1)
     memory._touch(buffer, ck.topology.read().allowed, 3)
     assert not buffer.any()
+
+
+def ring(bell: tuple[int, int]) -> None:
+    """Write the word as a device does: from outside, 32 bits, waking nobody."""
+    ctypes.c_uint32.from_address(bell[0]).value = bell[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_armed_jobs_start_when_the_bell_rings_awake_or_asleep(problem: Any, workers: int) -> None:
+    """Jobs start by the number that was written, never before; one number may stand for several; it goes round."""
+    p = problem([577, 33])
+    want, _ = p.run()
+    plan = p.plan()
+    with ck.WorkerPool(workers, spin_us=100.0) as pool:
+        pool._armed = pool._shared.control[Ctl.RUNG] = pool._shared.control[Ctl.ARMED] = (1 << 32) - 3
+        pool._shared.control[Ctl.BELL] = (1 << 32) - 3
+        for turn in range(6):
+            time.sleep(0.002 * (turn % 2))  # the workers sleep, or do not
+            outs = [np.full_like(p.out, np.nan) for _ in range(2)]
+            jobs = [pool.prepare(plan, p.q, out) for out in outs]
+            bells = [pool.arm(job) for job in jobs]
+            if turn % 3:
+                time.sleep(0.002)
+                assert not any(job.done() for job in jobs)  # longer than a worker spins, and it is awake still
+                ring(bells[0])
+                jobs[0].wait(10)
+                assert not jobs[1].done()
+            ring(bells[1])
+            for job, out in zip(jobs, outs, strict=True):
+                job.wait(10)
+                assert np.array_equal(out, want)
+                address, number = pool.done_word(job)
+                assert ctypes.c_uint32.from_address(address).value == number
+        at, size = pool.memory()
+        assert at % 4096 == 0 and all(at <= word < at + size for word in (bells[0][0], address))
+
+
+def test_a_job_that_is_given_up_ends_with_an_error_and_keeps_what_its_worker_uses(problem: Any) -> None:
+    p = problem([33])
+    plan = p.plan()
+    with ck.WorkerPool(1) as pool:
+        job = pool.submit(plan, p.q, p.out, fault="hang")
+        address, number = pool.done_word(job)
+        assert ctypes.c_uint32.from_address(address).value != number
+        pool.give_up(job)
+        assert ctypes.c_uint32.from_address(address).value == number and "did not end in time" in str(job.error)
+        assert job._index not in pool._free
+        pool.release_faults()  # the worker comes back, and the next job is none of its business
+        out = np.full_like(p.out, np.nan)
+        other = pool.submit(plan, p.q, out)
+        other.wait(10)
+        assert other._index != job._index and np.array_equal(out, p.run()[0])

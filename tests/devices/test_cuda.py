@@ -27,6 +27,7 @@ from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.cuda_clock import GpuClock
 from hybridattn.devices.cuda_runtime import TorchCuda, loaded_library
 from hybridattn.devices.cuda_spans import spans_of
+from hybridattn.devices.cuda_words import Words
 
 SECOND = 1_000_000_000
 SEEDS = range(12)
@@ -79,16 +80,16 @@ class Attention:
 # -- hand-over -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("handover", ["stream", "poll"])
+@pytest.mark.parametrize("handover", ["bell", "stream", "poll"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_attention_starts_after_the_copy_whoever_hands_over(opened, seed, handover):
-    runtime = FakeCuda(seed)
+    runtime = FakeCuda(seed, words=handover == "bell")
     device = opened(runtime, handover=handover)
     attention = Attention()
     future = attention.submit(device)
     future.wait(5 * SECOND)
     assert attention.right()
-    assert runtime.host_calls == (handover == "stream")
+    assert runtime.host_calls == (handover == "stream") and runtime.rings == 2 * (handover == "bell")  # one probed
     device.submit(op("fetch", H2D), (future,)).wait(SECOND)
     spans = device.drain(SECOND)
     assert violations(spans) == [] and len(spans) == 4
@@ -106,14 +107,83 @@ def test_without_waits_the_same_check_fires(opened):
 
 
 def test_host_calls_are_optional_and_auto_says_which(opened):
-    assert opened(FakeCuda()).handover == "stream"
+    rings = opened(FakeCuda(words=True))
+    assert rings.handover == "bell" and rings.why_handover is None
+    calls = opened(FakeCuda())
+    assert calls.handover == "stream" and calls.why_handover == "this fake has no words"
+    with pytest.raises(InputError, match="handover 'bell' cannot be used: this fake has no words"):
+        CudaDevice(runtime=FakeCuda(), handover="bell")
+    deaf = opened(FakeCuda(words=True, forget=("words",)))
+    assert deaf.handover == "stream" and deaf.why_handover == "a stream does not wait for a word"
     assert opened(FakeCuda(host_call=False)).handover == "poll"
     with pytest.raises(InputError, match="handover 'stream' cannot be used: this fake has none"):
         CudaDevice(runtime=FakeCuda(host_call=False), handover="stream")
     refused = opened(FakeCuda(forget=("host calls",)))
-    assert refused.handover == "poll" and refused.why_poll == "the host call was refused with CUDA error 801"
-    with pytest.raises(InputError, match="handover must be one of auto, stream, poll, got 'magic'"):
+    assert refused.handover == "poll" and refused.why_handover == "the host call was refused with CUDA error 801"
+    with pytest.raises(InputError, match="handover must be one of auto, bell, stream, poll, got 'magic'"):
         CudaDevice(runtime=FakeCuda(), handover="magic")
+
+
+def fetched(device, future, out):
+    """A copy of ``out`` that a stream makes once ``future`` has ended, and what it copied."""
+    assert device.waits_for(future, SECOND)
+    seen = np.full_like(out, np.nan)
+    return device.submit(op("fetch", H2D, lambda: seen.__setitem__(..., out)), (future,)), seen
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stream_waits_for_attention_while_the_driver_goes_on(opened, seed):
+    runtime = FakeCuda(seed, words=True)
+    device = opened(runtime)
+    gate, attention = Attention(), Attention()
+    gate.q[...] = 0
+    held = device.pool.submit(gate.plan, gate.q, gate.out, fault="hang")  # each worker that there may be is busy
+    more = [device.pool.submit(gate.plan, gate.q, gate.out, fault="hang") for _ in range(device.pool.num_workers - 1)]
+    fetch, seen = fetched(device, attention.submit(device), attention.out)
+    after = device.submit(op("linear", GPU, lambda: seen.sum()), (fetch,))
+    for _ in range(50):
+        assert not fetch.done()  # and asking does not block
+    device.pool.release_faults()
+    assert np.isfinite(after.wait(5 * SECOND)) and attention.right() and np.array_equal(seen, attention.out)
+    assert violations(device.drain(SECOND)) == [] and held.done() and all(job.done() for job in more)
+
+
+def test_without_waits_for_words_the_same_check_fires(opened):
+    runtime = FakeCuda(1, words=True)
+    device = opened(runtime)
+    runtime.forget = ("words",)
+    attention = Attention()
+    native = lambda pool: pool.submit(attention.plan, attention.q, attention.out, fault="hang")  # noqa: E731
+    fetch, seen = fetched(device, device.submit(op("attention", CPU, native=native)), attention.out)
+    while not device.runtime.query(fetch.finished):
+        pass
+    assert np.isnan(seen).all()
+    device.pool.release_faults()
+
+
+def test_a_worker_that_hangs_releases_the_stream_within_the_bound(opened):
+    """The op that waited, and whatever came after it, fail with the attention's error."""
+    device = opened(FakeCuda(2, words=True))
+    attention = Attention()
+    native = lambda pool: pool.submit(attention.plan, attention.q, attention.out, fault="hang")  # noqa: E731
+    hung = device.submit(op("attention", CPU, native=native))
+    assert device.waits_for(hung, SECOND // 10)
+    fetch = device.submit(op("fetch", H2D), (hung,))
+    behind = device.submit(op("linear", GPU), (fetch,))
+    with pytest.raises(DeviceError, match="did not end in time"):
+        behind.wait(20 * SECOND)
+    assert "did not end in time" in str(hung.error) and "did not end in time" in str(fetch.error)
+    device.pool.release_faults()
+
+
+def test_workers_that_died_release_the_stream_at_once(opened):
+    device = opened(FakeCuda(3, words=True))
+    attention = Attention()
+    future = attention.submit(device)  # the stream has not come by
+    device.pool._shared.stop(5.0)
+    fetch, _ = fetched(device, future, attention.out)
+    with pytest.raises(DeviceError, match="the pool was closed"):
+        fetch.wait(20 * SECOND)
 
 
 def test_native_jobs_and_closures_keep_their_order(opened):
@@ -537,3 +607,42 @@ def test_a_loaded_library_is_found_in_the_memory_map(tmp_path):
     maps.write_text("7f00-7f01 r-xp 00000000 00:00 1   /usr/lib/with space/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n")
     assert loaded_library("libcudart.so", maps) == "/usr/lib/with space/libcudart.so.12"
     assert loaded_library("libcuda.so", maps) is None
+
+
+class Driver:
+    """A driver library whose streams are lists of what was put on them."""
+
+    def __init__(self, code=0, missing=()):
+        self.code, self.log = code, []
+        for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+            if name not in missing:
+                setattr(self, name, self.call(name))
+
+        def pointer(found, host, flags):
+            found._obj.value = host + (1 << 40)  # the card sees it elsewhere
+            return 0
+
+        self.cuMemHostGetDevicePointer_v2 = pointer
+
+    def call(self, name):
+        def put(stream, address, value, flags):
+            self.log.append((name, stream, address, value, flags))
+            return self.code
+
+        return put
+
+
+def test_words_are_waited_for_and_written_at_the_cards_address():
+    driver = Driver()
+    words = Words(driver)
+    assert words.why_not is None
+    words.wait(7, 4096, 3)
+    words.write(8, 4100, 4)
+    at = 1 << 40
+    assert driver.log == [
+        ("cuStreamWaitValue32_v2", 7, at + 4096, 3, 0), ("cuStreamWriteValue32_v2", 8, at + 4100, 4, 0),
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="a wait for memory was refused with CUDA error 801"):
+        Words(Driver(801)).wait(7, 4096, 3)
+    assert "no waits for memory" in (Words(Driver(missing=("cuStreamWaitValue32_v2",))).why_not or "")
+    assert Words().why_not == "libcuda is not loaded in this process"

@@ -44,13 +44,13 @@ def test_what_does_not_fit_is_refused_with_numbers():
 
 
 def test_the_verdict_says_what_the_figures_are_not():
-    row = {"model": "m", "dtype": "fp16", "handover": "poll", "why_poll": "no host calls", "eager_because": None,
+    row = {"model": "m", "dtype": "fp16", "handover": "poll", "why_handover": "no host calls", "eager_because": None,
            "pageable": "an exchange slab", "ratio": 2.0, "driver_us_per_layer": 81.4}  # fmt: skip
     rows = [{**row, "policy": "gpu_only", "tokens_per_s": 10.0}, {**row, "policy": "x", "tokens_per_s": 15.0}]
     lines = verdict(rows)
     assert "| x | 2 | 15.0 | 1.500 | 81 |" in lines
     assert any("an exchange slab; no measure of this card" in line for line in lines)
-    assert "the driver handed CPU attention over: no host calls" in lines
+    assert "CPU attention was not handed over by a word in memory, but by poll: no host calls" in lines
 
 
 @pytest.fixture
@@ -89,4 +89,4 @@ def test_a_point_says_what_its_figures_are_worth(fake):
     fake(pins=False, host_call=False)
     with pytest.warns(RuntimeWarning, match="stays pageable"):
         slow = row_of("fixed.SyncOffload")
-    assert slow["handover"] == "poll" and slow["why_poll"] and "the CPU tier's KV pool" in slow["pageable"]
+    assert slow["handover"] == "poll" and slow["why_handover"] and "the CPU tier's KV pool" in slow["pageable"]

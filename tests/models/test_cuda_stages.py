@@ -122,7 +122,7 @@ def test_no_logits_are_read_back(model, monkeypatch):
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(sorted(POLICIES)),
-    handover=st.sampled_from(["stream", "poll"]),
+    handover=st.sampled_from(["bell", "stream", "poll"]),
     graphs=st.booleans(),
     record=st.booleans(),
 )
@@ -131,8 +131,20 @@ def test_tokens_hold_for_every_order_of_the_streams(model, quiet, seed, policy, 
     with pytest.MonkeyPatch.context() as patch:
         for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
             patch.setattr(module, "gpu_kernels", torch_kernels)
-        device = CudaDevice(runtime=FakeCuda(seed), handover=handover, graphs=graphs, record=record)
+        device = CudaDevice(
+            runtime=FakeCuda(seed, words=handover == "bell"), handover=handover, graphs=graphs, record=record
+        )
         assert answers(device, model, POLICIES[policy]())[0] == quiet
+
+
+def test_a_wait_is_the_streams_where_it_can_be(model, quiet, monkeypatch):
+    """Blocking offload on a card with words: the driver waits for no attention, and the tokens are the same."""
+    for seed in range(4):
+        device = CudaDevice(runtime=FakeCuda(seed, words=True))
+        asked, waits_for = [], device.waits_for
+        monkeypatch.setattr(device, "waits_for", lambda f, t, w=waits_for, a=asked: a.append(w(f, t)) or a[-1])
+        assert answers(device, model, POLICIES["sync_offload"]())[0] == quiet
+        assert len(asked) > 20 and all(asked)
 
 
 @pytest.mark.parametrize("policy", ["sync_offload", "async_all_on_cpu"])

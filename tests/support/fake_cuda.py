@@ -4,7 +4,7 @@ With ``threads`` each stream has a worker. Without, whoever queries an event let
 that a seed decides the order in which streams advance, as far as waits and records allow any choice.
 
 ``forget`` breaks the runtime on purpose: ``waits`` makes waits do nothing, so that a test can show that its check sees
-the damage; ``host calls`` makes every host call fail.
+the damage, ``words`` does so with waits for words; ``host calls`` makes every host call fail.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from contextlib import nullcontext
 
 GIB = 1 << 30
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def word_at(address):
+    return ctypes.c_uint32.from_address(address)
 
 
 class FakeEvent:
@@ -44,7 +48,13 @@ class FakeStream:
             self.items.append((kind, *what))
 
     def runnable(self):
-        return bool(self.items) and (self.items[0][0] != "wait" or self.items[0][1].passed.is_set())
+        return bool(self.items) and self.may_pass(self.items[0])
+
+    @staticmethod
+    def may_pass(item):
+        if item[0] == "wait":
+            return item[1].passed.is_set()
+        return item[0] != "wait_word" or (word_at(item[1]).value - item[2]) % 2**32 < 2**31
 
     def step(self):
         self.serve(*self.items.popleft())
@@ -55,14 +65,17 @@ class FakeStream:
         elif kind == "record":
             what[0].gpu_ns = self.runtime.gpu_now()
             what[0].passed.set()
+        elif kind == "write_word":
+            word_at(what[0]).value = what[1]
+            self.runtime.rings += 1
         elif kind == "call":
             _CALL(what[0])(what[1])
             self.runtime.host_calls += what[1] != 0  # a probe passes nothing
 
     def _work(self):
         while (item := self.inbox.get()) is not None:
-            while item[0] == "wait" and not item[1].passed.wait(0.05) and not self.runtime.closed:
-                pass
+            while not self.may_pass(item) and not self.runtime.closed:
+                time.sleep(0.0001)
             if not self.runtime.closed:
                 self.serve(*item)
 
@@ -73,11 +86,22 @@ class FakeCuda:
     torch_device = "cpu"
 
     def __init__(
-        self, seed=0, *, threads=False, host_call=True, pins=True, free=GIB, forget=(), offset_ns=10**12, drift=0.0
+        self,
+        seed=0,
+        *,
+        threads=False,
+        host_call=True,
+        pins=True,
+        free=GIB,
+        forget=(),
+        offset_ns=10**12,
+        drift=0.0,
+        words=False,
     ):
         self.threads, self.pins, self.free, self.forget = threads, pins, free, forget
         self.offset_ns, self.drift = offset_ns, drift
-        self.host_calls = 0
+        self.host_calls = self.rings = 0
+        self.words = words  # streams wait for words of memory, and write them
         self.held = 0  # bytes of tensors "on the card"
         self.deaf = set()  # streams whose waits do nothing
         self.closed = False
@@ -149,6 +173,21 @@ class FakeCuda:
         if "host calls" in self.forget:
             raise RuntimeError("the host call was refused with CUDA error 801")
         stream.put("call", function, argument)
+
+    def why_no_words(self):
+        return None if self.words else "this fake has no words"
+
+    def _reach(self, address):
+        assert any(a <= address < a + n for a, n in self.pinned.items()), "a card reaches page-locked memory only"
+
+    def wait_word(self, stream, address, value):
+        self._reach(address)
+        if "words" not in self.forget:
+            stream.put("wait_word", address, value)
+
+    def write_word(self, stream, address, value):
+        self._reach(address)
+        stream.put("write_word", address, value)
 
     def memory(self):
         return self.free, self.free
