@@ -93,6 +93,12 @@ class NullRuntime:
         self.calls["elapsed"] += 1
         return 1
 
+    def why_no_words(self) -> str | None:
+        return "nothing is written here"
+
+    def wait_word(self, stream: Any, address: int, value: int) -> None: ...
+    def write_word(self, stream: Any, address: int, value: int) -> None: ...
+
     def why_no_host_call(self) -> str | None:
         return None
 
