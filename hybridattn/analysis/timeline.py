@@ -15,6 +15,7 @@ from hybridattn.core.trace import Trace
 # Lanes are named on the axis, so colour only has to tell the ops of gpu.compute apart.
 COLOURS = {
     "linear": "#4878a8", "linear+sample": "#1d3557", "attention": "#e9a03b", "send q,k,v": "#5b9a68",
+    "cold attention": "#b8541f", "merge": "#f3c98b", "send q": "#8fc79b", "fetch cold part": "#d9a5d0",
     "offload k,v": "#2f5d3a", "fetch output": "#a05195", "load k,v": "#6a2c70",
 }  # fmt: skip
 SHORT = {GPU: "gpu.compute", CPU: "cpu.attention", D2H: "gpu.d2h", H2D: "gpu.h2d"}

@@ -28,7 +28,14 @@ HOST_STAGES = ("tokenise", "schedule", "detokenise")
 LANE_STAGES = ("copy", "linear", "attention", "sample", "other")
 STAGES = HOST_STAGES + LANE_STAGES
 
-_WORDS = {"attention": "attention", "linear": "linear", "embed": "linear", "head": "linear", "sample": "sample"}
+_WORDS = {
+    "attention": "attention",
+    "linear": "linear",
+    "embed": "linear",
+    "head": "linear",
+    "sample": "sample",
+    "merge": "attention",
+}
 
 
 def stage_of(span: Span) -> str:

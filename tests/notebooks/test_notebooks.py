@@ -25,7 +25,8 @@ def code(book):
 
 def test_there_are_the_notebooks_that_the_pages_name():
     assert {
-        "attention_states", "cpu_roofline", "overlap_timeline", "crossover_ratio", "neo_figures", "planning"
+        "attention_states", "cpu_roofline", "overlap_timeline", "crossover_ratio", "neo_figures", "planning",
+        "split_requests",
     } <= set(NAMES)  # fmt: skip
 
 
