@@ -87,7 +87,9 @@ def test_json_has_one_object_per_prompt_in_order(capsys, tmp_path, prompts):
     assert [r["token_ids"] for r in rows] == [prompts[n]["token_ids"] for n in ("chinese", *names)]
     assert [r["tier"] for r in rows] == ["gpu", "cpu", "gpu"]
     for row in rows:
-        assert set(row) == {"text", "token_ids", "finish_reason", "error", "tier", "policy", "device", "metrics"}
+        assert set(row) == {
+            "text", "token_ids", "finish_reason", "error", "tier", "policy", "steps_by_layout", "device", "metrics",
+        }  # fmt: skip
         assert (row["policy"], row["device"], row["finish_reason"]) == ("async_overlap", "host", "length")
         assert row["metrics"]["output_tokens"] == 16 and row["metrics"]["ttft_s"] > 0
     lanes = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}

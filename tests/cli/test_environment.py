@@ -77,8 +77,10 @@ def test_doctor_runs_without_the_extra_and_names_it():
 
 
 @pytest.mark.parametrize(("name", "value"), [("OMP_PROC_BIND", "true"), ("GOMP_CPU_AFFINITY", "0")])
-def test_doctor_names_a_mask_that_loading_torch_narrows(name, value):
+def test_doctor_names_a_mask_that_loading_torch_narrows(name, value, monkeypatch):
     """Whether it is narrowed depends on torch's OpenMP runtime; that the variable is set is named either way."""
+    for binding in problems_module.BINDING:
+        monkeypatch.delenv(binding, raising=False)
     done = run("doctor", **{name: value})
     (sentence,) = [line for line in done.stdout.splitlines() if f"{name}={value}" in line]
     assert f"run `env -u {name} ...`" in sentence
@@ -134,7 +136,7 @@ import hybridattn
 from types import SimpleNamespace as S
 text = "d\\u00e9j\\u00e0 \\u4e2d"
 class Spoken:
-    policy, device = S(name="p"), S(name="d")
+    policy, device = S(name="p", steps_by_layout={}), S(name="d")
     def __init__(self, **options): pass
     def __enter__(self): return self
     def __exit__(self, *rest): pass
