@@ -39,10 +39,14 @@ def with_cpu_factor(pricing: Pricing, factor: float) -> Pricing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times of one layer's stages [ns]. All without contention, all memoised by their arguments where these repeat."""
+    """Times of one layer's stages [ns]. All without contention, all memoised by their arguments where these repeat.
+
+    ``round_trip_ns`` is what waking up the lanes' threads adds to a round trip over the CPU, for closed forms.
+    """
 
     cost: ModelCost
     pricing: Pricing
+    round_trip_ns: int = 0
     _linear: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _ends: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     _firsts: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.folders import NO_CACHE, cache_dir
+from hybridattn.core.op import CPU, D2H, H2D
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import driver_of, measured_machine
@@ -75,10 +77,12 @@ def costs_here(profile: Profile, shape: ModelShape, dtype: str, kv_dtype: str, f
             f"name its file with --profile, there and as the profile here"
         )
     try:
-        driver_of(profile)
+        driver = driver_of(profile)
     except InputError as error:
         raise InputError(f"{error}: it was made by an earlier version, so {again} once more") from error
-    return Costs(ModelCost(shape, dtype), measured_machine(profile, shape.name, dtype, fingerprint))
+    late = [driver["wake_ns"], *(driver["handover_ns"][lane] for lane in (D2H, CPU, H2D))]
+    round_trip_ns = round(sum(fmean(times) for times in late))
+    return Costs(ModelCost(shape, dtype), measured_machine(profile, shape.name, dtype, fingerprint), round_trip_ns)
 
 
 def _model(name: str, dtype: str, kv_dtype: str) -> str:

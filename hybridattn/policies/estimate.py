@@ -70,7 +70,9 @@ def waited_step_ns(load: Load, rows: int, costs: Costs) -> int:
 
 def back_ns(rows: int, context: int, costs: Costs) -> int:
     """From q, k, v on the GPU to the attention output there, for ``rows`` CPU rows; 0 for none."""
-    return costs.down_ns(rows) + costs.cpu_ns(rows, rows * context) + costs.up_ns(rows) if rows else 0
+    if not rows:
+        return 0
+    return costs.round_trip_ns + costs.down_ns(rows) + costs.cpu_ns(rows, rows * context) + costs.up_ns(rows)
 
 
 def move_ns(load: Load, costs: Costs) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_without_gpu_rows_the_better_of_one_and_two_micro_batches_is_taken(cpu_r
     layouts = (Layout("sync_offload"), Layout("async_overlap", 2))
     rates = {layout: by_simulation()(load, layout, COSTS, True).tokens_per_s for layout in layouts}
     assert rates[chosen] >= 0.95 * max(rates.values())
+
+
+def test_threads_that_have_to_be_woken_count_against_the_cpu():
+    load = Load(8, 2, 64)
+    free, late = COSTS, replace(COSTS, round_trip_ns=10_000_000)
+    assert at_once(load, free, FREE, 1.0).kind == "sync_offload" and at_once(load, late, FREE, 1.0).kind == "gpu_only"
+    assert late.corrected(2.0).round_trip_ns == late.round_trip_ns
 
 
 def test_limits_and_the_least_gain_hold_for_the_closed_form_too():
