@@ -80,15 +80,16 @@ def reference_error(
 
 
 def measure(
-    num_seqs: int, seq_len: int, group: int, device: torch.device, dtype: torch.dtype, rounds: int, flush_bytes: int
-) -> Result:
-    """Time decode attention and a copy of as many bytes, alternating."""
+    num_seqs: int, seq_len: int, group: int, device: torch.device, dtype: torch.dtype, rounds: int, flush_bytes: int,
+    tile: tuple[int, int] | None = None,
+) -> Result:  # fmt: skip
+    """Time decode attention (in tiles of ``plan_decode``) and a copy of as many bytes, alternating."""
     per_seq = -(-seq_len // PAGE_SIZE)
     shape = (num_seqs * per_seq, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
     k, v = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
     table = torch.randperm(shape[0]).int().view(num_seqs, per_seq)
     q = torch.randn(num_seqs, NUM_KV_HEADS * group, HEAD_DIM, dtype=dtype, device=device)
-    plan = plan_decode(k, v, table, torch.full((num_seqs,), seq_len, dtype=torch.int32), q.shape[1])
+    plan = plan_decode(k, v, table, torch.full((num_seqs,), seq_len, dtype=torch.int32), q.shape[1], tile=tile)
     workspace, out, lse = plan.make_workspace(), torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
     copy = torch.empty_like(k)

@@ -15,6 +15,9 @@ from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.stages_cost import ModelCost
 
 
+TILE = ("decode_tile_keys", "decode_tile_stages")  # quantities of a card's profile
+
+
 def default_path() -> Path:
     """Where ``hybridattn calibrate`` writes the profile of this machine unless told otherwise.
 
@@ -24,6 +27,23 @@ def default_path() -> Path:
     if cache is None:
         raise InputError(f"there is no place for the profile of this machine: {NO_CACHE}, or name a profile")
     return cache / "this-machine.json"
+
+
+def card_path() -> Path:
+    """Where the profile of this machine's card lies (``python -m hybridattn.calibration.card``)."""
+    return default_path().with_name("card.json")
+
+
+def decode_tile(fingerprint: str) -> tuple[int, int] | None:
+    """Keys and stages of the decode kernel that were fastest on the card of this fingerprint; None: nobody measured."""
+    path = None if cache_dir() is None else card_path()
+    if path is None or not path.is_file():
+        return None
+    profile = load_profile(path)
+    if profile.fingerprint != fingerprint or any(name not in profile.quantities for name in TILE):
+        return None
+    keys, stages = (int(profile.value(name)) for name in TILE)
+    return keys, stages
 
 
 def profile_here(given: str | Path | Profile | None = None) -> Profile:
