@@ -39,6 +39,7 @@ def plan_resident(
     split_tokens: int,
     q_dtype: torch.dtype | None = None,
     sm_scale: float | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> DecodePlan:
     """A plan of all sequences and items. ``replace(plan, num_seqs=..., num_parts=...)`` is one of the first of them:
     at least as many parts as the sequences have items; as many as there are sequences where each has one. Items are of
@@ -47,7 +48,8 @@ def plan_resident(
     ValueError as of `plan_decode`.
     """
     plan = plan_decode(
-        k_cache, v_cache, [[0]], [0], num_q_heads, q_dtype=q_dtype, sm_scale=sm_scale, split_tokens=split_tokens
-    )
+        k_cache, v_cache, [[0]], [0], num_q_heads, q_dtype=q_dtype, sm_scale=sm_scale, split_tokens=split_tokens,
+        tile=tile,
+    )  # fmt: skip
     parts = {name: getattr(integers, name) for name in ("item_seq", "item_split", "part_start", "block_table", "spans")}
     return replace(plan, num_seqs=len(integers.spans), num_parts=len(integers.item_seq), **parts)

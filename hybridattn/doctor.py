@@ -82,10 +82,14 @@ def _load_torch() -> bool:
 
 
 def _cuda() -> str:
-    import torch  # here and below: the doctor also examines machines without it
-
     reason = why_no_cuda()
-    return f"yes: {torch.cuda.get_device_name()}" if reason is None else f"no: {reason}"
+    if reason is not None:
+        return f"no: {reason}"
+    from hybridattn.devices.cuda import TorchCuda, handover_of  # torch comes with it, which some machines lack
+
+    runtime = TorchCuda()
+    way, why = handover_of(runtime, "auto")
+    return f"yes: {runtime.gpu_name}, CPU attention handed over by {way}" + (f" ({why})" if why else "")
 
 
 def _version(package: str) -> str | None:
@@ -101,7 +105,7 @@ def _triton(has_torch: bool) -> str:
         return "no: the package is not installed"
     if not has_torch:
         return f"{version}: without torch nothing calls it"
-    import torch
+    import torch  # the doctor also examines machines without it
 
     if not torch.cuda.is_available():
         return f"{version}: compiles for GPUs and interprets on the CPU, but there is no GPU to run on"

@@ -6,11 +6,14 @@
 #
 # Parts, in this order; each writes OUT_DIR/NAME.txt while it runs, and a part that fails stops no other:
 #   a machine         lscpu, and what `hybridattn doctor` says
+#   p prices          what the card's primitives cost: events, replays, hand-overs, copies, page-locking, the decode tile
+#                     (OUT_DIR/card.json, a profile of the link that experiments take as hardware.link)
 #   b gpu_tests       the tests marked gpu: kernels against the oracle, bf16 included, equal tokens, the device contract
 #   c ratio           +experiment=ratio_cuda: three policies at CPU:GPU ratios 0.5 to 16 (rows in OUT_DIR/results)
 #   d gpu_bandwidth   decode attention as a share of a device copy
 #   e cpu_bandwidth   +experiment=kernels: the CPU kernels as a share of this processor's read loop
-#   f kernel_tests    the other tests of the kernels, compiled for this card (without the compile gate, which needs none)
+#   f kernel_tests    the other tests of the kernels, compiled for this card (without the compile gate, which needs none),
+#                     and those of the CPU kernels' instruction sets: AMX where this processor has it
 #   g trace           OUT_DIR/trace.json of a short call, for Perfetto
 # A part ends as passed, failed or not finished (its time was over); OUT_DIR/summary.txt says which.
 # --only runs one part in the terminal, without a limit.
@@ -42,7 +45,7 @@ cd "$ROOT" || exit 2
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 DEVICE=cuda TRITON_INTERPRET=0 RATIO='' KERNELS='' BENCH='' TOKENS=32
-TESTS='tests/gpu_kernels'
+TESTS='tests/gpu_kernels tests/cpu_kernels/test_codegen.py'
 if [ -n "$DRY" ]; then
     DEVICE=host TRITON_INTERPRET=1 BENCH=--dry-run TOKENS=4 TESTS=tests/gpu_kernels/test_merge.py
     RATIO='settings.gpu_requests=2 settings.ratio=0.5,2 settings.prompt_tokens=20 settings.max_model_len=256'
@@ -61,6 +64,7 @@ pytest_of() { # MARKS PATHS...: every test, slow ones too where the marks say so
 run_part() {
     case $1 in
     a) lscpu 2>&1 | grep -v '^Flags'; "$PYTHON" -m hybridattn.cli doctor --json ;;
+    p) "$PYTHON" -m hybridattn.calibration.card --out "$OUT/card.json" $BENCH ;;
     b) pytest_of gpu tests/gpu_kernels tests/devices tests/engine ;;
     c) "$PYTHON" -m experiments.run +experiment=ratio_cuda device=$DEVICE "results_root=$OUT/results" $RATIO ;;
     d) "$PYTHON" -m gpu_kernels.bench --json $BENCH ;;
@@ -81,7 +85,7 @@ START=$(date +%s)
 WORST=0
 : >"$OUT/summary.txt"
 say() { echo "== part $1 $2: $3" | tee -a "$OUT/summary.txt"; }
-for entry in a:machine:30 b:gpu_tests:150 c:ratio:230 d:gpu_bandwidth:60 e:cpu_bandwidth:60 f:kernel_tests:60 g:trace:60; do
+for entry in a:machine:30 p:prices:40 b:gpu_tests:150 c:ratio:200 d:gpu_bandwidth:60 e:cpu_bandwidth:60 f:kernel_tests:60 g:trace:60; do
     part=${entry%%:*} limit=${entry##*:} name=${entry#*:}
     name=${name%:*}
     case $SKIP in *"$part"*) say "$part" "$name" skipped; continue ;; esac

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,13 @@ Priced = tuple[str, Quantity]
 def prices(device: CudaDevice, copy_bytes: int = COPY_BYTES, locked_bytes: int = LOCKED_BYTES) -> Iterator[Priced]:
     """Every primitive in turn, the quick ones first."""
     runtime, stream = device.runtime, device.stream(GPU)
-    yield "event", _called(CALLS, lambda: runtime.record(runtime.event(), stream), "a record of an event, in the driver")
+    yield (
+        "event",
+        _called(CALLS, lambda: runtime.record(runtime.event(), stream), "a record of an event, in the driver"),
+    )
     tensor = torch.zeros(16, device=device.torch_device)
     with device.on(GPU):
-        (replay,) = runtime.capture(stream, [lambda: tensor.add_(1.0)])
+        (replay,) = runtime.capture(stream, [partial(_add_one, tensor)])
         yield "replay", _called(CALLS, replay, "a replay of a graph of one kernel, in the driver")
     for way in ("host_call", "bell"):
         if way == "bell" and device.handover != "bell" or way == "host_call" and runtime.why_no_host_call():
@@ -57,6 +61,10 @@ def prices(device: CudaDevice, copy_bytes: int = COPY_BYTES, locked_bytes: int =
             yield f"{way}_{state}", _handover(device, way, rest_s)
     yield from _copies(device, copy_bytes)
     yield "register", _registered(device, min(locked_bytes, (available_bytes() or locked_bytes) // 4))
+
+
+def _add_one(tensor: torch.Tensor) -> None:
+    tensor += 1.0
 
 
 def _ns(values: Sequence[float], what: str) -> Quantity:

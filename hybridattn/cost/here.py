@@ -14,7 +14,6 @@ from hybridattn.cost.machine import driver_of, measured_machine
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.stages_cost import ModelCost
 
-
 TILE = ("decode_tile_keys", "decode_tile_stages")  # quantities of a card's profile
 
 

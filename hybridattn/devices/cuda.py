@@ -119,11 +119,11 @@ class CudaDevice(LiveDevice):
         self._allocated_before = self.runtime.allocated()
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the driver only enqueues; idle helpers would sit on the pool's cpus
-        self.handover, self.why_handover = _handover(self.runtime, handover)
+        self.handover, self.why_handover = handover_of(self.runtime, handover)
         self.profile = f"{self.runtime.gpu_name.replace(' ', '_')}+{fingerprint()}"
         self.pool = WorkerPool(num_workers=len(self.cores.pool), cpus=list(self.cores.pool), spin_us=spin_us)
         if self.handover == "bell" and not self.pin(self.pool, *self.pool.memory(), "the pool's words"):
-            self.handover, self.why_handover = _handover(self.runtime, "auto", "the pool's words are pageable")
+            self.handover, self.why_handover = handover_of(self.runtime, "auto", "the pool's words are pageable")
         self._bounds = WordBounds(self.pool)
         self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.handover)
 
@@ -327,7 +327,7 @@ def _unpin(device: weakref.ref[CudaDevice], address: int) -> None:
             opened.runtime.unpin(address)
 
 
-def _handover(runtime: CudaRuntime, wanted: str, no_bell: str | None = None) -> tuple[str, str | None]:
+def handover_of(runtime: CudaRuntime, wanted: str, no_bell: str | None = None) -> tuple[str, str | None]:
     """The way of ``wanted`` that works here, and why not the one before it; InputError where that was asked for."""
     reason = no_bell
     for way, why_not in (("bell", why_no_words), ("stream", why_no_host_call)):

@@ -17,6 +17,7 @@ from hybridattn.core.deferred import Deferred
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
+from hybridattn.cost.here import decode_tile
 from hybridattn.kv.cpu_blocks import Blocks, runs_of
 from hybridattn.kv.cuda_pages import SCALED, TORCH_DTYPES, CudaPages, page_bytes
 from hybridattn.models.card_sampling import choose, tokens_of, working_bytes
@@ -116,7 +117,7 @@ class CudaTier:
             capture = lambda runs: device.runtime.capture(stream, runs)  # noqa: E731
         stages = LayerStages(
             self.decoder, self._pages, self.exchange, config.max_num_seqs, config.max_model_len, self._sm_scale,
-            capture, self.to_device, self._pinned,
+            capture, self.to_device, self._pinned, decode_tile(device.profile),
         )  # fmt: skip
         device.reserve(GPU_TIER, stages.nbytes, "fixed memory of decode rows")
         return stages

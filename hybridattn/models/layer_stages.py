@@ -47,6 +47,7 @@ class LayerStages:
     ----------
     capture : callable, optional
         Makes graphs of what it is given; None: stages run as bound calls.
+    tile : of ``gpu_kernels.plan_decode``
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class LayerStages:
     def __init__(
         self, decoder: FusedDecoder, pages: CudaPages, exchange: Exchange, max_rows: int, max_model_len: int,
         sm_scale: float, capture: Capture | None, to_device: Callable[[np.ndarray], torch.Tensor],
-        pinned: Callable[[int], torch.Tensor],
+        pinned: Callable[[int], torch.Tensor], tile: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self._decoder, self._pages, self._to_device = decoder, pages, to_device
         config, rows = decoder.config, exchange.all_rows
@@ -76,7 +77,7 @@ class LayerStages:
         for window in set(self._windows):
             self._plans[window] = gpu_kernels.plan_resident(
                 *pages.cache(), self.resident.integers(window), config.shape.num_q_heads, split_tokens=split,
-                q_dtype=self._x.dtype, sm_scale=sm_scale,
+                q_dtype=self._x.dtype, sm_scale=sm_scale, tile=tile,
             )  # fmt: skip
         plan = self._plans[self._windows[0]]
         self.workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device=self._x.device)

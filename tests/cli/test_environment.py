@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from fake_cuda import FakeCuda
 
 from cpu_kernels import topology
+from hybridattn import doctor
 from hybridattn import problems as problems_module
 from hybridattn.core.terminal import escape_unprintable, is_unicode
 from hybridattn.problems import problems
@@ -192,3 +194,10 @@ def test_a_card_without_what_triton_builds_with_is_a_problem(monkeypatch, tmp_pa
     assert len(found) == 1 and f"{tmp_path / 'Python.h'} is missing" in found[0]
     (tmp_path / "Python.h").write_text("")
     assert not [p for p in problems(here, (), ()) if "Triton" in p]
+
+
+def test_the_doctor_says_who_hands_attention_over_on_a_card(monkeypatch):
+    monkeypatch.setattr(doctor, "why_no_cuda", lambda: None)
+    for options, words in (({"words": True}, "by bell"), ({}, r"by stream (this fake has no words)")):
+        monkeypatch.setattr("hybridattn.devices.cuda.TorchCuda", lambda options=options: FakeCuda(**options))
+        assert doctor._cuda() == f"yes: Fake GPU, CPU attention handed over {words}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-NAMES = ("machine", "gpu_tests", "ratio", "gpu_bandwidth", "cpu_bandwidth", "kernel_tests", "trace")
+NAMES = ("machine", "prices", "gpu_tests", "ratio", "gpu_bandwidth", "cpu_bandwidth", "kernel_tests", "trace")
 
 
 def check(*args, **env):
@@ -44,6 +44,7 @@ def test_a_dry_run_goes_all_the_way(tmp_path):
     assert all(r["share_of_read_bandwidth"] > 0 for r in rows_of(out, "kernels"))
     bandwidth = [json.loads(x) for x in (out / "gpu_bandwidth.txt").read_text().splitlines() if x.startswith("{")]
     assert [row["group"] for row in bandwidth] == [1, 4, 8]
+    assert '"name": "event"' in (out / "prices.txt").read_text()
     trace = json.loads((out / "trace.json").read_text())
     assert trace["otherData"]["device"] == "host"
     assert {1, 2} <= {e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}  # gpu.compute, cpu.attention
@@ -60,15 +61,16 @@ def test_the_parts_call_what_they_say(tmp_path):
     assert len(called) == len(NAMES) and all(line.startswith("0 -m ") for line in called)
     gpu, others = (next(x for x in called if f"-m {marks} " in x) for marks in ("gpu", "not gpu and not slow"))
     assert called.index(gpu) < called.index(others)
-    assert "test_compile_gate" in others and all(" -x" not in line for line in called)
+    assert called[1].endswith("card.json") and "hybridattn.calibration.card" in called[1]
+    assert "test_compile_gate" in others and "test_codegen" in others and all(" -x" not in line for line in called)
     assert any("+experiment=ratio_cuda device=cuda" in line for line in called)
     assert any("generate --device cuda" in line and "--trace" in line for line in called)
 
 
 def test_parts_can_be_skipped(tmp_path):
-    done = check(str(tmp_path / "out"), "--skip", "bcdefg", "--dry-run", PYTHON="true")
+    done = check(str(tmp_path / "out"), "--skip", "pbcdefg", "--dry-run", PYTHON="true")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": skipped") == 6 and "== part a machine: at most 30 s" in done.stdout
+    assert done.stdout.count(": skipped") == 7 and "== part a machine: at most 30 s" in done.stdout
 
 
 def test_without_time_no_part_passes_and_the_script_fails(tmp_path):
@@ -81,7 +83,7 @@ def test_a_part_that_is_cut_off_is_not_finished(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
-    done = check(str(tmp_path / "out"), "--dry-run", "--skip", "acdefg", PYTHON=str(python), GPU_CHECK_SECONDS="11")
+    done = check(str(tmp_path / "out"), "--dry-run", "--skip", "apcdefg", PYTHON=str(python), GPU_CHECK_SECONDS="11")
     assert done.returncode == 1
     assert verdicts(tmp_path / "out")["gpu_tests"].startswith("not finished within 1")
 

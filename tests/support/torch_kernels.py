@@ -162,7 +162,7 @@ class _Resident:
             assert split * DEFAULT_SPLIT_TOKENS >= spans[seq][1], "an item behind those of the rows finds keys"
 
 
-def plan_resident(k_cache, v_cache, integers, num_q_heads, *, split_tokens, q_dtype, sm_scale):
+def plan_resident(k_cache, v_cache, integers, num_q_heads, *, split_tokens, q_dtype, sm_scale, tile=None):
     assert split_tokens == DEFAULT_SPLIT_TOKENS
     return _Resident(integers, len(integers.spans), len(integers.item_seq), q_dtype, sm_scale)
 
