@@ -22,7 +22,7 @@ class Handed(NamedTuple):
 
 
 def take(inputs: DecodeInputs, q: Any, out: Any, lse: Any, k_new: Any, v_new: Any) -> Handed:
-    """Check the arrays of a run.
+    """Check the arrays of a run; those of a ``Handed`` in place of ``q`` were checked before.
 
     Raises
     ------
@@ -33,6 +33,8 @@ def take(inputs: DecodeInputs, q: Any, out: Any, lse: Any, k_new: Any, v_new: An
     """
     pages = inputs.pages
     shape = (inputs.num_seqs, inputs.num_q_heads, pages.head_dim)
+    if isinstance(q, Handed):
+        return Handed(q.q.check(shape), *q[1:])
     a, b = View("q", q).check(shape), View("out", out).check_result(shape)
     (q_low, q_high), (low, high) = a.span(), b.span()
     if q_low < high and low < q_high:

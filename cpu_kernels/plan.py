@@ -9,6 +9,7 @@ import numpy as np
 
 from cpu_kernels import backends
 from cpu_kernels.arrays import View, floats, integers, number, whole
+from cpu_kernels.handed import Handed, take
 from cpu_kernels.pages import KVPages, shared_slot
 from cpu_kernels.reach import Reach, flags, reach_of
 
@@ -117,6 +118,11 @@ class DecodePlan:
     def workspace(self) -> Any:
         """Make a workspace for `run`; a caller that runs often keeps one per thread."""
         return self._impl.workspace()
+
+    def hand(self, q: Any, out: Any, lse: Any = None, *, k_new: Any = None, v_new: Any = None) -> Handed:
+        """Check arrays once for many jobs: a pool takes the result in place of ``q``, with no other array. They must
+        stay where they are."""
+        return take(self.inputs, q, out, lse, k_new, v_new)
 
     def run(
         self,

@@ -108,7 +108,7 @@ class WorkerPool:
         self,
         plan: Any,
         q: Any,
-        out: Any,
+        out: Any = None,
         lse: Any = None,
         *,
         layer: int = 0,
@@ -122,7 +122,8 @@ class WorkerPool:
         Parameters
         ----------
         plan, q, out, lse, layer, k_new, v_new
-            As of `DecodePlan.run`; the job keeps all of them alive until it has ended.
+            As of `DecodePlan.run`, or for all arrays what `DecodePlan.hand` gave; the job keeps them alive until it
+            has ended.
         priority : int
             0 (waited for) runs before 1.
         fault : str, optional
@@ -144,7 +145,7 @@ class WorkerPool:
         self,
         plan: Any,
         q: Any,
-        out: Any,
+        out: Any = None,
         lse: Any = None,
         *,
         layer: int = 0,

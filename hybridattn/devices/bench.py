@@ -76,7 +76,7 @@ class NullRuntime:
     def enqueue(self, stream: Any, run: Callable[[], None]) -> None:
         run()
 
-    def event(self) -> Any:
+    def event(self, timing: bool = True) -> Any:
         return _Object()
 
     def record(self, event: Any, stream: Any) -> None:
@@ -168,15 +168,21 @@ class Figure:
 
 
 class _Executor(Executor):
-    """Keeps what the driver took for the layers of the latest step."""
+    """Keeps what the driver took for the layers of the latest step, but the last: that one samples as well."""
 
     device: CudaDevice
+    layers_ns = 0
 
     def _layers(self, batch: Batch, made: Any) -> None:
         runtime: Any = self.device.runtime
-        began_ns, away_ns = _now_ns(), runtime.away_ns
+        self._began_ns = _now_ns() - runtime.away_ns
         super()._layers(batch, made)
-        self.layers_ns = _now_ns() - began_ns - (runtime.away_ns - away_ns)
+
+    def _layer(self, layer: int, batch: Batch, made: Any) -> Any:
+        if layer == self.stages.num_layers - 1:
+            runtime: Any = self.device.runtime
+            self.layers_ns = _now_ns() - runtime.away_ns - self._began_ns
+        return super()._layer(layer, batch, made)
 
 
 class Bench:
@@ -238,7 +244,7 @@ class Bench:
         """What the driver takes per layer of a step, with a micro-batch that joins at each of them or without."""
         rows = [CpuRow(r, PAGE - 1) for r in self._cpu] if micro_batch else []
         executor.run(self.batch(), rows)
-        return executor.layers_ns / 1e3 / self.layers
+        return executor.layers_ns / 1e3 / (self.layers - 1)
 
     def move_us(self, tokens: int) -> float:
         """What the driver takes to begin the move of a request whose pages lie scattered."""

@@ -111,6 +111,7 @@ class CudaDevice(LiveDevice):
                 raise DeviceError(f"{self.runtime.gpu_name} has failed and takes no work: {error}") from error
         self.graphs = graphs
         self.broken: BaseException | None = None
+        self._events: list[Any] = []  # without a time, that have passed
         self._open: dict[str, deque[StreamFuture]] = {lane: deque() for lane in self._streams}
         self.pageable: list[str] = []
         self.waited_ns = 0
@@ -172,7 +173,8 @@ class CudaDevice(LiveDevice):
         return future
 
     def _put(self, future: StreamFuture) -> None:
-        """Waits, the work, and its two events, on the stream of its lane."""
+        """Waits, the work, and its events, on the stream of its lane: times are taken only to be recorded, and an event
+        without one serves again once it has passed."""
         runtime, stream = self.runtime, self._streams[future.op.lane]
         for earlier in future.after:
             # None: it has ended. An op of the same lane is before us on the stream anyway.
@@ -181,8 +183,11 @@ class CudaDevice(LiveDevice):
                 runtime.wait(stream, event)
             elif isinstance(earlier, HandoverFuture) and not earlier.done():
                 runtime.wait_word(stream, *self.pool.done_word(earlier.job))  # type: ignore[arg-type]
-        future.begun, future.finished = runtime.event(), runtime.event()
-        runtime.record(future.begun, stream)
+        if self.records:
+            future.begun, future.finished = runtime.event(), runtime.event()
+            runtime.record(future.begun, stream)
+        else:
+            future.finished = self._events.pop() if self._events else runtime.event(timing=False)
         runtime.enqueue(stream, future.execute)
         runtime.record(future.finished, stream)
 
@@ -258,11 +263,15 @@ class CudaDevice(LiveDevice):
         while lane:
             first = lane.popleft()
             for earlier in first.after:
-                earlier.done()  # settles it, so that its times are known
-            if self.broken is None:
+                earlier.done()  # settles it, so that its times are known and its event is free
+            if self.broken is not None:
+                first.settle(self.broken, 0, 0)
+            elif self.records:
                 first.settle(None, self._clock.gpu_ns(first.begun), self._clock.gpu_ns(first.finished))
             else:
-                first.settle(self.broken, 0, 0)
+                self._events.append(first.finished)
+                first.seen_ns = time.perf_counter_ns()
+                first.settle(None, 0, 0)
             if first is future:
                 return
 

@@ -20,6 +20,7 @@ class Owner(Protocol):
 
     broken: BaseException | None
     waited_ns: int
+    records: bool
 
     def passed(self, future: StreamFuture) -> bool:
         """Whether the stream has come by the future's end; settles it and all before it on its lane if so."""
@@ -48,11 +49,14 @@ def on_the_host(ready: tuple[int, int], owner: Owner) -> int:
 
 
 class StreamFuture:
-    """Ended when its closing event has passed. Until then it keeps its op, and so all that the op's kernels use."""
+    """Ended when its closing event has passed. Until then it keeps its op, and so all that the op's kernels use.
+
+    Where nothing is recorded its times are those at which the driver saw that it had ended.
+    """
 
     __slots__ = (
         "_owner", "_ready", "after", "begun", "cancelled", "ended", "failure", "finished", "gpu_end_ns",
-        "gpu_start_ns", "op", "result",
+        "gpu_start_ns", "op", "result", "seen_ns",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, op: Op, after: tuple[Future, ...]) -> None:
@@ -65,7 +69,7 @@ class StreamFuture:
         self.cancelled = False
         self.failure: BaseException | None = None
         self.result: Any = None
-        self.gpu_start_ns = self.gpu_end_ns = 0
+        self.gpu_start_ns = self.gpu_end_ns = self.seen_ns = 0
         self._ready = (0, 0)
 
     @property
@@ -74,11 +78,11 @@ class StreamFuture:
 
     @property
     def start_ns(self) -> int:
-        return self._owner.host_ns(self.gpu_start_ns)
+        return self.seen_ns or self._owner.host_ns(self.gpu_start_ns)
 
     @property
     def end_ns(self) -> int:
-        return self._owner.host_ns(self.gpu_end_ns)
+        return self.seen_ns or self._owner.host_ns(self.gpu_end_ns)
 
     @property
     def ready_ns(self) -> int:
@@ -101,7 +105,9 @@ class StreamFuture:
         """The end: read what the host could not read before, and let go of what the op used."""
         self.gpu_start_ns, self.gpu_end_ns = gpu_start_ns, gpu_end_ns
         late = next((t.error for t in self.after if t.error is not None), None)  # it failed while the stream waited
-        self._ready, self.after = ready_of(self.after), ()  # or every future would keep all its ancestors alive
+        if self._owner.records:
+            self._ready = ready_of(self.after)
+        self.after = ()  # or every future would keep all its ancestors alive
         self.failure = self.failure or failure or late
         self.begun = self.finished = None
         if isinstance(self.result, Deferred):
@@ -144,8 +150,8 @@ class HandoverFuture(HostFuture):
     __slots__ = ("_owner", "_ready", "pushed")
 
     def __init__(self, owner: Owner, op: Op, after: tuple[Future, ...]) -> None:
-        super().__init__(op, after)
         self._owner = owner
+        super().__init__(op, after)
         self.pushed: Event | None = None  # passes once a stream has pushed the job
 
     @property
@@ -155,7 +161,7 @@ class HandoverFuture(HostFuture):
     @ready_ns.setter
     def ready_ns(self, when_ns: int) -> None:
         """The host's future writes one number; what came by a stream is kept on the stream's own clock."""
-        gpu, cpu = ready_of(self.after)
+        gpu, cpu = ready_of(self.after) if self._owner.records else (0, 0)
         self._ready = (gpu, cpu) if gpu else (0, when_ns)
 
     def hand_over(self, job: NativeJob, pushed: Event) -> None:

@@ -39,8 +39,8 @@ class CudaRuntime(Protocol):
         """Put what ``run`` does on ``stream``, after everything that is there. ``run`` raises nothing."""
         ...
 
-    def event(self) -> Event:
-        """A new event that keeps the time at which the stream came by."""
+    def event(self, timing: bool = True) -> Event:
+        """A new event, which with ``timing`` keeps the time at which the stream came by."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None: ...
@@ -132,8 +132,8 @@ class TorchCuda:
         with torch.cuda.stream(stream):
             run()
 
-    def event(self) -> Event:
-        return torch.cuda.Event(enable_timing=True)
+    def event(self, timing: bool = True) -> Event:
+        return torch.cuda.Event(enable_timing=timing)
 
     def record(self, event: Event, stream: Stream) -> None:
         event.record(stream)

@@ -24,6 +24,7 @@ from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Row
 from hybridattn.cost.stages_cost import ModelCost, batch_attention
 from hybridattn.kv.blocks import blocks_for
 from hybridattn.kv.tables import block_table, slots
+from hybridattn.models.exchange import Rows
 from hybridattn.models.gpu_rows import GpuRows
 from hybridattn.models.load import LoadedModel
 from hybridattn.models.open_tier import open_tier
@@ -35,13 +36,15 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 class MicroBatchPlan:
     """What the ops of one micro-batch need: fixed for a token, except that rows may die."""
 
-    __slots__ = ("attention", "positions", "sample_rows", "tokens")
+    __slots__ = ("attention", "handed", "positions", "sample_rows", "tokens", "works")
 
     def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, sample_rows: list[SampleRow]) -> None:
         self.tokens = tokens
         self.positions = positions
         self.sample_rows = sample_rows
         self.attention: dict = {}  # window -> DecodePlan
+        self.handed: dict = {}  # (window, half of the slabs) -> its arrays, checked
+        self.works: tuple[Work, Work, Work] | None = None  # copy down, attention, copy up
 
 
 class TorchStages:
@@ -118,7 +121,10 @@ class TorchStages:
             ],
             np.int64,
         )
-        self._plans[micro_batch.number].attention = self._plan_decodes(table, lens, slot_mapping=mapping)
+        plan, n = self._plans[micro_batch.number], len(rows)
+        plan.attention, plan.handed = self._plan_decodes(table, lens, slot_mapping=mapping), {}
+        attention = self.cost.decode_attention_of(lens[lens > 0].tolist())
+        plan.works = self.cost.send_qkv(n), attention, self.cost.fetch_output(n)
 
     def _plan_decodes(self, table: np.ndarray, lens: np.ndarray, **where: Any) -> dict:
         """Plans over the CPU tier's pages, one per window that the model's layers have."""
@@ -226,27 +232,33 @@ class TorchStages:
 
     def send_qkv(self, micro_batch: MicroBatch) -> Op:
         layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
-        run = lambda: exchange.send_qkv(layer, where)  # noqa: E731
-        return _micro_batch_op("send q,k,v", D2H, self.cost.send_qkv(len(micro_batch.rows)), micro_batch, run)
+        run = partial(exchange.send_qkv, layer, where)
+        return _micro_batch_op("send q,k,v", D2H, self._works(micro_batch)[0], micro_batch, run)
 
     def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
-        layer, where, host = micro_batch.layer, _slab_rows(micro_batch), self.exchange.host(micro_batch.layer)
-        plan = self._plans[micro_batch.number].attention[self.model_config.layer_windows[layer]]
-        q, out = host.q[where], host.out[where]
-        new = {"layer": layer, "k_new": host.k[where], "v_new": host.v[where]}
-        kv_tokens = [r.position + 1 for i, r in enumerate(micro_batch.rows) if i not in micro_batch.dead]
-        op = _micro_batch_op(
-            "attention", CPU, self.cost.decode_attention_of(kv_tokens), micro_batch, lambda: plan.run(q, out, **new)
-        )
+        layer, window = micro_batch.layer, self.model_config.layer_windows[micro_batch.layer]
+        mine = self._plans[micro_batch.number]
+        plan, host = mine.attention[window], self.exchange.host(layer)
+        run = partial(_attend, plan, host, _slab_rows(micro_batch), layer)
+        op = _micro_batch_op("attention", CPU, self._works(micro_batch)[1], micro_batch, run)
         if self._on_pool:
-            op.native = lambda pool: pool.submit(plan, q, out, priority=priority, **new)
+            handed = mine.handed.get((window, host))
+            if handed is None:
+                q, out, new = _arrays(host, _slab_rows(micro_batch))
+                handed = mine.handed[window, host] = plan.hand(q, out, **new)
+            op.native = lambda pool: pool.submit(plan, handed, layer=layer, priority=priority)
         op.priority = priority
         return op
 
+    def _works(self, micro_batch: MicroBatch) -> tuple[Work, Work, Work]:
+        works = self._plans[micro_batch.number].works
+        assert works is not None
+        return works
+
     def fetch_output(self, micro_batch: MicroBatch) -> Op:
         layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
-        run = lambda: exchange.fetch_output(layer, where)  # noqa: E731
-        return _micro_batch_op("fetch output", H2D, self.cost.fetch_output(len(micro_batch.rows)), micro_batch, run)
+        run = partial(exchange.fetch_output, layer, where)
+        return _micro_batch_op("fetch output", H2D, self._works(micro_batch)[2], micro_batch, run)
 
     # -- split rows --------------------------------------------------------------------------------------------------
 
@@ -326,6 +338,16 @@ def _gather(
     """GPU rows first, then the micro-batches in order."""
     found = [] if rows is None else [of_rows(rows)]
     return found + [of_slots[where] for where in slots]
+
+
+def _arrays(host: Rows, where: slice) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return host.q[where], host.out[where], {"k_new": host.k[where], "v_new": host.v[where]}
+
+
+def _attend(plan: Any, host: Rows, where: slice, layer: int) -> None:
+    """The attention of a micro-batch in the calling thread."""
+    q, out, new = _arrays(host, where)
+    plan.run(q, out, layer=layer, **new)
 
 
 def _slab_rows(micro_batch: MicroBatch) -> slice:

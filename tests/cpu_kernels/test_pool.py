@@ -44,6 +44,18 @@ def test_a_job_gives_what_run_gives(problem: Any) -> None:
             assert job.done() and job.error is None and pool.backlog() == 0
 
 
+def test_arrays_that_were_checked_once_serve_many_jobs(problem: Any, one: Any) -> None:
+    p = problem([577, 33], num_layers=2)
+    plan, want = p.plan(), p.run()
+    given = plan.hand(p.q, p.out, p.lse)
+    for _ in range(2):
+        p.out.fill(np.nan)
+        one.submit(plan, given, layer=1).wait(10)
+        assert np.array_equal(p.out, want[0]) and np.array_equal(p.lse, want[1])
+    with pytest.raises(ValueError, match="q has shape"):
+        one.submit(problem([20]).plan(), given)
+
+
 def test_times_are_of_the_clock_of_perf_counter(problem: Any, one: Any) -> None:
     p = problem([300])
     before = time.perf_counter_ns()
@@ -530,8 +542,9 @@ def test_armed_jobs_start_when_the_bell_rings_awake_or_asleep(problem: Any, work
     want, _ = p.run()
     plan = p.plan()
     with ck.WorkerPool(workers, spin_us=100.0) as pool:
-        pool._armed = pool._shared.control[Ctl.RUNG] = pool._shared.control[Ctl.ARMED] = (1 << 32) - 3
-        pool._shared.control[Ctl.BELL] = (1 << 32) - 3
+        for word in (Ctl.BELL, Ctl.ARMED, Ctl.RUNG):  # in this order the bell is never ahead of what has been rung
+            pool._shared.control[word] = (1 << 32) - 3
+        pool._armed = (1 << 32) - 3
         for turn in range(6):
             time.sleep(0.002 * (turn % 2))  # the workers sleep, or do not
             outs = [np.full_like(p.out, np.nan) for _ in range(2)]

@@ -95,6 +95,20 @@ def test_attention_starts_after_the_copy_whoever_hands_over(opened, seed, handov
     assert violations(spans) == [] and len(spans) == 4
 
 
+def test_without_a_record_events_take_no_time_and_serve_again(opened):
+    runtime = FakeCuda(3)
+    device = opened(runtime, record=False)
+    made, event = [], runtime.event
+    runtime.event = lambda timing=True: made.append(timing) or event(timing)
+    for _ in range(20):
+        before = time.perf_counter_ns()
+        last = device.submit(op("copy", D2H), (device.submit(op("linear", GPU)),))
+        last.wait(SECOND)
+        assert before <= last.start_ns <= last.end_ns <= time.perf_counter_ns()
+    assert device.drain(SECOND) == []
+    assert True not in made and len(made) <= 4
+
+
 def test_without_waits_the_same_check_fires(opened):
     """The mutation of the test above: some order of the streams must now give a wrong result."""
     wrong = 0

@@ -25,11 +25,18 @@ def word_at(address):
     return ctypes.c_uint32.from_address(address)
 
 
-class FakeEvent:
+class Mark:
+    """Where an event was recorded: a wait is for the latest one there was when it was asked for."""
+
     def __init__(self):
-        self.recorded = False
         self.passed = threading.Event()
         self.gpu_ns = 0
+
+
+class FakeEvent:
+    def __init__(self, timing):
+        self.timing = timing
+        self.mark = None
 
 
 class FakeStream:
@@ -133,27 +140,27 @@ class FakeCuda:
     def enqueue(self, stream, run):
         stream.put("run", run)
 
-    def event(self):
-        return FakeEvent()
+    def event(self, timing=True):
+        return FakeEvent(timing)
 
     def record(self, event, stream):
         if self.failure is not None:
             raise self.failure
-        assert not event.recorded, "an event is recorded once"
-        event.recorded = True
-        stream.put("record", event)
+        assert event.mark is None or not event.timing and event.mark.passed.is_set(), "somebody still asks for it"
+        event.mark = Mark()
+        stream.put("record", event.mark)
 
     def wait(self, stream, event):
-        assert event.recorded, "waiting for an event that was never recorded does nothing on a real stream"
+        assert event.mark is not None, "waiting for an event that was never recorded does nothing on a real stream"
         if "waits" not in self.forget and stream not in self.deaf:
-            stream.put("wait", event)
+            stream.put("wait", event.mark)
 
     def query(self, event):
         if self.failure is not None:
             raise self.failure
         if not self.threads:
             self.advance(self._draw.choice((0, 1, 1, 2, 4)))
-        return event.passed.is_set()
+        return event.mark.passed.is_set()
 
     def advance(self, steps):
         for _ in range(steps):
@@ -163,6 +170,7 @@ class FakeCuda:
             self._draw.choice(runnable).step()
 
     def elapsed_ns(self, first, second):
+        first, second = first.mark, second.mark
         assert first.passed.is_set() and second.passed.is_set()
         return second.gpu_ns - first.gpu_ns
 
