@@ -81,22 +81,15 @@ class Site:
         """Requests that each tier holds."""
         return self.room.gpu_tokens // self.context, self.room.cpu_tokens // self.context
 
-    def load(self, policy: Policy, requests: int) -> Load | None:
-        """The rows that decode of ``requests`` at a time; None: nobody can run."""
-        gpu, cpu = rows_under(policy, requests, *self.capacity)
-        return Load(gpu, cpu, self.context) if gpu + cpu else None
-
     def serve(self, policy: str, requests: int, **options: Any) -> Outcome | None:
         """``requests`` at a time under a policy, simulated; None: nobody can run."""
         made = make_policy(policy, self.costs, self.predict, **options)
-        load = self.load(made, requests)
-        if load is None:
+        gpu, cpu = rows_under(made, requests, *self.capacity)
+        if not gpu + cpu:
             return None
-        run = steady(self.costs, made, load, open_priced)
+        run = steady(self.costs, made, Load(gpu, cpu, self.context), open_priced)
         ms = [None if t is None else t / 1e6 for t in (run.gpu_tpot_ns, run.cpu_tpot_ns)]
-        return Outcome(
-            policy, run.tokens_per_s, load.gpu_rows, run.cpu_rows, ms[0], ms[1], getattr(made, "layout", None)
-        )
+        return Outcome(policy, run.tokens_per_s, gpu, run.cpu_rows, ms[0], ms[1], getattr(made, "layout", None))
 
     def gain(self, of: Outcome, requests: int) -> float:
         """Of that policy over GPU-only, with another number of requests or on another machine.
