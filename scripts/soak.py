@@ -41,7 +41,9 @@ from hybridattn.policies.registry import make_policy
 
 PAGE, MAX_WAITING, SESSIONS = 16, 40, 6
 POLICIES = ["gpu_only", "sync_offload", "async_overlap", "asymmetric", "split"]
-GROWTH_MIB = 8.0  # allowed between the first quarter and the end, allocator noise included
+# Allowed between the first quarter and the end: allocator noise, and on host what torch keeps for each number of rows
+# that it multiplies for the first time.
+GROWTH_MIB = {"simulated": 8.0, "measured": 32.0}
 SHAPE = ModelShape("small", 3, 256, 512, 4, 2, 32, 1024, 1024)
 
 
@@ -128,7 +130,7 @@ def serve(
     require(sum(tally.reasons.values()) == total, f"{total} requests, {dict(tally.reasons)}")
     require(all(p.num_free == p.num_blocks for p in engine.kv.pools.values()), "blocks are missing at the end")
     grown = (process.memory_info().rss - baseline) / 2**20
-    require(grown < GROWTH_MIB, f"memory grew by {grown:.1f} MiB after the first quarter")
+    require(grown < GROWTH_MIB[engine.device.kind], f"memory grew by {grown:.1f} MiB after the first quarter")
     return {
         "requests": total, "steps": tally.steps, "reasons": dict(tally.reasons), "tokens": tally.tokens,
         "preemptions": tally.preemptions, "recomputed_tokens": tally.recomputed_tokens,

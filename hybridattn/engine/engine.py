@@ -97,7 +97,7 @@ class Engine:
         self.broken: HybridAttnError | None = None
         store = None
         if open_store is not None:
-            store = open_store(self._read_page, stages.write_page)  # type: ignore[attr-defined]
+            store = open_store(self._read_page, self._write_page)
         self.kv = KVManager(config, hasattr(stages, "move"), store)
         self.scheduler = Scheduler(config, policy, self.kv, self._ended)
         self.executor = executor_class(stages, device)(
@@ -250,6 +250,9 @@ class Engine:
 
     def _read_page(self, page: int) -> bytes:
         return self.executor.read_page(page)
+
+    def _write_page(self, page: int, data: bytes) -> None:
+        self.executor.write_page(page, data)
 
     @property
     def unfinished(self) -> int:

@@ -89,6 +89,11 @@ class Executor:
         self._submitter.settle()
         return self.stages.read_page(page)  # type: ignore[attr-defined]
 
+    def write_page(self, page: int, data: bytes) -> None:
+        """Replace it. Copies of prompts that have ended may still be on their way to pages that were given back."""
+        self._submitter.settle()
+        self.stages.write_page(page, data)  # type: ignore[attr-defined]
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: StepView | None = None) -> list[Sampled]:

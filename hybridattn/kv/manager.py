@@ -311,7 +311,7 @@ class KVManager:
     def move_context(self, held: Request, tier: str) -> None:
         """A context goes to ``tier``."""
         count = len(held.pages.on(other(tier)))
-        held.tier = tier
+        held.tier, held.in_flight = tier, True  # room is made of other contexts
         self._move(held, tier, count, count, State.PAUSED)
 
     def move_pages(self, request: Request, tier: str, count: int) -> None:

@@ -145,7 +145,7 @@ class Prompts:
         down = hot > 0 and (tier == CPU_TIER or cold > held.pages.num_cold)
         if not down and (held.tier == tier or self._swaps.possible):
             return True
-        if self._swaps.possible and hot <= self._kv.free(CPU_TIER):
+        if self._swaps.possible and hot <= self._kv.free(CPU_TIER) - held.pages.num_cold:
             self._kv.move_context(held, CPU_TIER)
             return False
         self._kv.contexts.drop(held.session)  # a preempted request's never waits on the GPU tier

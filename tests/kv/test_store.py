@@ -10,6 +10,7 @@ import pytest
 
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.errors import InputError
+from hybridattn.executor.submission import Submitter
 from hybridattn.kv.store import KVStore
 
 PAGES = {1: b"first page" * 10, 2: b"other page" * 10, 3: b"third page" * 10}
@@ -206,6 +207,17 @@ def test_what_the_cpu_tier_has_no_room_for_goes_to_files(tiny, tmp_path):
         assert llm.engine.kv.prefixes.store.saved > 0
         back = llm.generate([prompts[0]], params)[0]
         assert back.token_ids == first[0] and back.metrics["reused_tokens"] == 32
+
+
+def test_a_page_is_read_and_written_once_no_copy_is_on_its_way_to_it(tiny, tmp_path, monkeypatch):
+    calls = []
+    settle = Submitter.settle
+    monkeypatch.setattr(Submitter, "settle", lambda self: calls.append("settled") or settle(self))
+    with LLM(tiny, kv_store_dir=tmp_path, **LIMITS) as llm:
+        store, page = llm.engine.kv.prefixes.store, bytes(range(1, 17))
+        monkeypatch.setattr(llm.stages, "write_page", lambda page, data: calls.append("written"))
+        store.save(page, 0)
+        assert calls == ["settled"] and store.load(page, 0) and calls == ["settled", "settled", "written"]
 
 
 def test_a_store_without_sharing_is_refused(tiny, tmp_path):

@@ -16,12 +16,17 @@ from hybridattn.core.errors import DeviceError, InputError, StallError
 from hybridattn.core.op import CPU, D2H, H2D
 from hybridattn.core.request import State
 from hybridattn.core.trace import violations
+from hybridattn.cost.catalog import shape
+from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import machine
+from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 
 LAYERS, PAGE = 3, 16
+COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
 POLICIES = {
     "async_overlap": AsyncOverlap,
     "half_on_cpu": lambda: AsyncOverlap(0.5, max_micro_batches=2),
@@ -198,8 +203,20 @@ def test_nothing_is_computed_twice_that_the_cpu_tier_has_room_for(policy, cpu):
     assert lost <= again  # beside them its newest token, whose K,V it never had
 
 
+@pytest.mark.parametrize(("left", "tier"), [(1, "cpu"), (20, "gpu")])
+def test_a_preempted_request_decodes_where_its_k_v_lie_when_bringing_them_up_does_not_pay(left, tier):
+    policy = AsyncOverlap()
+    policy.costs = COSTS
+    engine = build(policy, gpu=40, cpu=40, max_model_len=500)
+    request = decoding(engine, [1] * 400, left + 1)
+    engine.scheduler.finish.preempt(request)  # the GPU tier has room for it all the same
+    engine.run()
+    assert request.tier == tier and request.recomputed_tokens == 0
+    assert request.token_ids[400:] == reference([1] * 400, left + 1, LAYERS)
+
+
 @given(seed=st.integers(0, 10**6), cpu=st.integers(0, 12), move_ns=st.sampled_from([0, 50, 3000]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_preempted_requests_come_back_aborted_or_not_and_tokens_hold(seed, cpu, move_ns):
     jobs = jobs_of(seed, 5)
     engine = build(GpuOnly(), seed, gpu=6, cpu=cpu, move_ns=move_ns)
