@@ -123,7 +123,8 @@ def prefill_config(dtype: torch.dtype, quantised: bool, extras: bool, head_dim: 
     elif quantised and capability.sm >= 100:
         block_m, block_n, warps, stages = 64, 32, 4, 2
     elif quantised:
-        block_m, block_n, warps, stages = 64, 32, 8, 2
+        roomy = block_d == 64 and capability.shared_bytes >= 160_000  # with two stages a register spills there
+        block_m, block_n, warps, stages = 64, 32, 8, 3 if roomy else 2
     else:
         block_m, block_n, warps, stages = 64, 64, 4 if block_d <= 64 else 8, 2
         if block_d <= 64 and capability.shared_bytes >= 160_000:
