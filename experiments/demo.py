@@ -117,6 +117,7 @@ def _run_policy(settings: DemoSettings, policy: str, advance) -> PolicyRun:
         cpu_kv_blocks=settings.cpu_kv_blocks,
         page_size=settings.page_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        record=True,  # every span: the trace is kept whole
     ) as llm:
         llm.generate(settings.prompts[:1], SamplingParams(max_tokens=2))  # warm up: compiled kernels, caches
         llm.trace(), llm.take_records()
@@ -163,7 +164,8 @@ ROWS = (  # title, name in the metrics, divided by, format
     ("polls hit", "polls_hit", 1, "{:.0f}"),
     ("polls missed", "polls_missed", 1, "{:.0f}"),
     ("layers a micro-batch advances per step", "layers_per_iteration", 1, "{:.2f}"),
-    ("CPU share of busy time", "cpu_share_busy_time_fraction", 0.01, "{:.1f} %"),
+    ("CPU share of busy time, decode", "decode_cpu_share_busy_time_fraction", 0.01, "{:.1f} %"),
+    ("CPU share of busy time, prompts too", "cpu_share_busy_time_fraction", 0.01, "{:.1f} %"),
     ("CPU share of work (bytes)", "cpu_share_work_fraction", 0.01, "{:.1f} %"),
 )
 

@@ -20,7 +20,9 @@ def run(tmp_path, *overrides):
 
 
 def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, capsys):
-    assert main([f"results_root={tmp_path}", "+experiment=demo", "settings.max_tokens=5"]) == 0
+    (tmp_path / "page.txt").write_text("A page of a few lines. " * 12)
+    shrunk = ["settings.max_tokens=5", f"settings.page={tmp_path}/page.txt", "settings.gpu_kv_blocks=8"]
+    assert main([f"results_root={tmp_path}", "+experiment=demo", *shrunk]) == 0
     out = capsys.readouterr().out
     assert out.count("8 of 8 answers (40 token ids) equal to") == 3
     assert "measured on host" in out
@@ -42,7 +44,7 @@ def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, c
     assert used == {"gpu.compute", "cpu.attention", "gpu.d2h", "gpu.h2d"}
     assert (latest / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = "".join(path.read_text() for path in (latest / "rows.jsonl", latest / "trace.json", latest / "summary.json"))
-    assert "capital of France" not in text  # results carry no prompt text
+    assert "A page of a few lines" not in text and "JOIN" not in text  # results carry no prompt text
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, c
         (("+experiment=demo", "+settings.max_tokns=5"), "max_tokns"),
         (("+experiment=demo", "settings.max_tokens=many"), "max_tokens"),
         (("+experiment=demo", "settings.prompts=[]"), "settings.prompts holds no prompt"),
+        (("+experiment=demo", "settings.page=nowhere.md"), "settings.page 'nowhere.md' is no file"),
         (("+experiment=demo", "settings.policies=[nonsense]"), "policy 'nonsense' is unknown"),
         (
             ("+experiment=demo", "+settings.options.async_overlp={max_wait_us: 3}"),
