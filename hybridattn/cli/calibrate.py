@@ -28,7 +28,7 @@ from hybridattn.cost.profile import load_profile, save_profile
 from hybridattn.planning.layout_table import LayoutTable, fill, table_path
 from hybridattn.planning.messages import Setup
 
-FILL_S = 20.0  # for layouts of likely loads, which no run has to ask for then
+FILL_S = 30.0  # for layouts of likely loads, which no run has to ask for then
 TRUSTED = 0.15  # error of a profile from which on predictions by it are worth little
 
 

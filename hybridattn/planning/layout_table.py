@@ -31,7 +31,7 @@ from hybridattn.policies.planning import LayoutQuestion
 
 MOST_KEPT = 1024  # answers; the oldest go first
 _DECIDES = ("policies", "planning", "executor", "cost", "devices")  # rooms whose code makes an answer
-_ROWS, _CONTEXTS = (1, 2, 4, 8, 3, 6, 12, 16), (128, 512, 1024, 64, 256, 2048)  # the likely ones first
+_ROWS, _CONTEXTS = (2, 4, 8, 1, 6, 12, 3, 16), (64, 512, 256, 1024, 128, 2048)  # the likely ones first
 
 
 class LayoutTable:
@@ -116,7 +116,7 @@ def fill(table: LayoutTable, setup: Setup, seconds: float, say: Callable[[str], 
 
 
 def _likely() -> Iterator[LayoutQuestion]:
-    """Coarse loads: few rows and the sizes that are most apart first."""
+    """Coarse loads, the likely ones first."""
     rows = sorted(product(range(len(_ROWS)), range(len(_ROWS)), range(len(_CONTEXTS))), key=sum)
     for gpu, cpu, context in rows:
         for min_gain in (1.0, 1.02):  # the second costs no simulation: those of the first are remembered

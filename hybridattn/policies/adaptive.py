@@ -21,7 +21,7 @@ from hybridattn.policies.delegate import Delegate
 from hybridattn.policies.estimate import move_ns, rate
 from hybridattn.policies.guard import Guard
 from hybridattn.policies.layouts import Layout, hidden_rows, policy_of
-from hybridattn.policies.load import Limits, Load, LoadMeter, Prediction
+from hybridattn.policies.load import LEAST_CONTEXT, Limits, Load, LoadMeter, Prediction
 from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict, choose
 
 MAX_WAIT_STEPS = 64  # without CPU rows, while some wait, after which they run whatever the plan says
@@ -187,9 +187,9 @@ class Adaptive(Delegate):
             return 1.0
         return rate(plan.load, plan.costs) / rate(answer.load, plan.costs)
 
-    def _decide_first(self, load: Load) -> None:
+    def _decide_first(self, gpu_rows: int, cpu_rows: int, tokens: int) -> None:
         """A layout before the first step that anybody of the CPU tier takes part in."""
-        self._ask(load, self._view)
+        self._ask(Load(gpu_rows, cpu_rows, max(LEAST_CONTEXT, tokens)), self._view)
         self._use_answer(self._view)
 
     def choose(self, load: Load, costs: Costs) -> tuple[Layout, Prediction]:
@@ -205,7 +205,7 @@ class Adaptive(Delegate):
         if tier != CPU_TIER or request.blocks_max > tiers["gpu"].total:
             return tier
         if self.layout is None and request.gpu_rows:
-            self._decide_first(Load(request.gpu_rows, request.waiting, request.tokens))
+            self._decide_first(request.gpu_rows, request.waiting, request.tokens)
         if self.layout is None or not self.uses_cpu:
             return None  # it waits for the GPU
         rows = self.layout.max_rows
@@ -229,7 +229,7 @@ class Adaptive(Delegate):
     def move_down(self, gpu_rows: int, tokens: int) -> bool:
         """Where the CPU tier takes part."""
         if self.layout is None and gpu_rows > 1:
-            self._decide_first(Load(gpu_rows - 1, 1, tokens))
+            self._decide_first(gpu_rows - 1, 1, tokens)
         return self.uses_cpu
 
     # -- rows on the CPU tier that the layout does not serve -----------------------------------------------------------

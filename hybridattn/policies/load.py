@@ -9,6 +9,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.policies.base import StepView
 
 MOST_CPU_ROWS = 16  # per GPU row: more are not planned for at a time
+LEAST_CONTEXT = 64  # shorter ones are planned for as this: they hardly differ, and profiles begin there
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class LoadMeter:
         if not rows:
             return None
         kv_tokens = view.gpu_kv_tokens + view.cpu_kv_tokens + view.coming_tokens
-        context = max(1, kv_tokens // max(1, gpu_rows + view.cpu_rows + view.cpu_coming))
+        context = max(LEAST_CONTEXT, kv_tokens // max(1, gpu_rows + view.cpu_rows + view.cpu_coming))
         known = view.tokens > 16 * view.gpu_rows + 4 * rows  # prompts come in lumps: a few steps say little
         per_token = self._prompt_tokens / view.tokens if known else 0.0
         return Load(_coarse(gpu_rows), _coarse(rows), _coarse(context), round(2 * per_token) / 2)

@@ -16,6 +16,7 @@ from hybridattn.engine.replay import Replay
 from hybridattn.executor.executor import Executor
 from hybridattn.executor.fast_path import FastExecutor
 from hybridattn.planning.predict import by_simulation
+from hybridattn.policies.base import HOOKS
 from hybridattn.policies.delegate import Wrapper
 from hybridattn.policies.registry import POLICIES, make_policy
 from hybridattn.workload.arrivals import Poisson, synthetic
@@ -58,7 +59,7 @@ def test_a_wrapper_behaves_as_what_it_wraps(name, options):
 def test_the_choices_use_every_hook_and_every_decision():
     """Otherwise the equalities above would say less than they seem to."""
     made = [make_policy(name, costs=COSTS, predict=PREDICT, **options) for name, options in CHOICES]
-    assert {hook for policy in made for hook in policy.hooks} == {"begin", "prompts", "detour", "move_up"}
+    assert {hook for policy in made for hook in policy.hooks} == HOOKS
     asymmetric = serve(make_policy("asymmetric", costs=COSTS, choice="always"), resolves=True)[1]
     assert sum(s.detours for s in asymmetric if s.gpu_rows) > 0 and sum(s.joins for s in asymmetric) > 0
     overlap = serve(make_policy("async_overlap"), resolves=True)[1]
