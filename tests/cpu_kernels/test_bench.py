@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cpu_kernels as ck
-from cpu_kernels.bench import cases
+from cpu_kernels.bench import cases, store
 from cpu_kernels.bench.__main__ import arguments, chosen, main
 from cpu_kernels.bench.measure import Prepared, measure, measure_beside_neighbour, rounds_of
 from cpu_kernels.bench.peers import Peer
@@ -68,6 +68,13 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert {c.page for c in chosen(arguments(["--sets", "reference,shapes", "--page-size", "128"]))} == {128}
     with pytest.raises(SystemExit, match="unknown nothing; known: reference"):
         main(["--sets", "nothing"])
+
+
+def test_stores_are_timed_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    store.main(["--rounds", "1"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| to | from bf16 | from fp16 | from fp32 |" and len(rows) == 4
+    assert all(float(cell) > 0 for row in rows for cell in row.split("|")[2:5])
 
 
 def test_cases_are_checked() -> None:
