@@ -12,12 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.build import ROOT
+from experiments.ended import say
 from experiments.settings import experiment
 from hybridattn import LLM, Output, SamplingParams
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.analysis.timeline import busiest_window, draw_timeline
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.core.machine_load import OthersLoad, others_now, said
 from hybridattn.core.trace import Trace, violations
 from hybridattn.metrics.report import RunMetrics, run_metrics
 from hybridattn.policies.registry import POLICIES
@@ -86,6 +88,8 @@ def run(settings: DemoSettings, folder: ResultFolder) -> None:
         TimeElapsedColumn(),
     )
     runs: list[PolicyRun] = []
+    say(f"before it, {others_now()}")
+    load = OthersLoad()
     with Progress(*columns, console=console) as progress:
         total = len(settings.prompts) * settings.max_tokens
         for policy in settings.policies:
@@ -97,6 +101,7 @@ def run(settings: DemoSettings, folder: ResultFolder) -> None:
             settings.model, settings.prompts, settings.max_tokens, lambda n: progress.advance(task, n)
         )
         progress.update(task, completed=total)
+    say(f"meanwhile, {said(load.share())}")
     equal = _compare(runs, reference, console)
     _print_table(runs, console)
     _write(folder, runs, reference, equal)
