@@ -344,12 +344,17 @@ class Engine:
         """What a policy that plans sees before each step."""
         queues = self.scheduler.queues
         rows, kv_tokens = queues.cpu_load()
+        gpu_rows = batch.num_decodes if batch is not None else 0
+        if batch is not None and batch.split:  # rows over both tiers count on each by their tokens
+            cold = batch.cold_kv_tokens
+            moved = round(gpu_rows * cold / (batch.decode_kv_tokens + cold))
+            gpu_rows, rows, kv_tokens = gpu_rows - moved, rows + moved, kv_tokens + cold
         coming = queues.prefilling
         on_gpu = sum([r.tier == GPU_TIER for r in coming])
         return StepView(
             number=self.executor.step_number,
             now_ns=now_ns,
-            gpu_rows=batch.num_decodes if batch is not None else 0,
+            gpu_rows=gpu_rows,
             gpu_kv_tokens=batch.decode_kv_tokens if batch is not None else 0,
             cpu_rows=rows,
             cpu_kv_tokens=kv_tokens,

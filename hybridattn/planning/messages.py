@@ -55,8 +55,9 @@ def said_question(question: LayoutQuestion) -> dict[str, Any]:
 def told_question(said: dict[str, Any]) -> LayoutQuestion:
     discount = tuple((Layout(**layout), factor) for layout, factor in said["discount"])
     return LayoutQuestion(
-        Load(**said["load"]), said["cpu_factor"], Limits(**said["limits"]), said["min_gain"], discount
-    )
+        Load(**said["load"]), said["cpu_factor"], Limits(**said["limits"]), said["min_gain"], discount,
+        said["split"],
+    )  # fmt: skip
 
 
 def said_answer(layout: Layout, expected: Prediction) -> dict[str, Any]:

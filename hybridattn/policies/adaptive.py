@@ -15,7 +15,16 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.records import LayoutRecord
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.base import Decision, DispatchView, LayerView, MicroBatchView, RequestView, StepView, TierView
+from hybridattn.policies.base import (
+    ColdView,
+    Decision,
+    DispatchView,
+    LayerView,
+    MicroBatchView,
+    RequestView,
+    StepView,
+    TierView,
+)
 from hybridattn.policies.chooser import Answer, Elsewhere, Here
 from hybridattn.policies.delegate import Delegate
 from hybridattn.policies.estimate import move_ns, rate
@@ -56,6 +65,8 @@ class Adaptive(Delegate):
         Predicted gain over GPU-only below which the CPU tier stays unused.
     guard : bool
         Compare measured with predicted throughput and fall back.
+    split : bool
+        Requests over both tiers are one of the layouts (policy ``split``).
     plan_steps : int
         Steps between the start of a plan and its use: what planning takes, as a stated constant.
 
@@ -69,7 +80,7 @@ class Adaptive(Delegate):
     """
 
     name = "adaptive"
-    hooks = frozenset({"begin", "detour", "move_up"})
+    hooks = frozenset({"begin", "detour", "move_up", "cold_pages"})
     forecasts = True
 
     def __init__(
@@ -81,6 +92,7 @@ class Adaptive(Delegate):
         min_gain: float = 1.0,
         guard: bool = True,
         plan_steps: int = 0,
+        split: bool = False,
     ) -> None:
         super().__init__()
         if costs is None or predict is None:
@@ -96,6 +108,9 @@ class Adaptive(Delegate):
         self.used: Counter[Layout] = Counter()
         self.choices: deque[LayoutRecord] = deque(maxlen=MOST_CHOICES)
         self.policy = policy_of(Layout("gpu_only"), costs)
+        self._split = split
+        if not split:
+            self.hooks = self.hooks - {"cold_pages"}
         self._predict = predict if callable(predict) else None
         self._chooser = Here(costs, predict, plan_steps) if callable(predict) else Elsewhere(costs, predict)
         self._guard = Guard()
@@ -165,7 +180,8 @@ class Adaptive(Delegate):
         self._plan = Plan(view.number, load, view.cpu_factor, factor, self.costs.corrected(factor))
         self._pays.clear()
         self.moves_block = move_ns(load, self._plan.costs) * rate(load, self._plan.costs) < 1
-        self._chooser.ask(LayoutQuestion(load, factor, self.limits, self.min_gain, discount), view)
+        question = LayoutQuestion(load, factor, self.limits, self.min_gain, discount, self._split)
+        self._chooser.ask(question, view)
 
     def _use_answer(self, view: StepView) -> None:
         answer = self._chooser.take(view)
@@ -196,7 +212,7 @@ class Adaptive(Delegate):
         """The layout for ``load`` by this policy's predictions and limits, and by what its guard learnt."""
         if self._predict is None:
             raise InputError("this policy's layouts are chosen elsewhere: it cannot be asked for one directly")
-        return choose(load, costs, self._predict, self.limits, self.min_gain, self._guard.discount)
+        return choose(load, costs, self._predict, self.limits, self.min_gain, self._guard.discount, self._split)
 
     # -- placement ---------------------------------------------------------------------------------------------------
 
@@ -206,13 +222,17 @@ class Adaptive(Delegate):
             return tier
         if self.layout is None and request.gpu_rows:
             self._decide_first(request.gpu_rows, request.waiting, request.tokens)
-        if self.layout is None or not self.uses_cpu:
-            return None  # it waits for the GPU
+        if self.layout is None or not self.uses_cpu or self.layout.kind == "split":
+            return None  # it waits for the GPU, or has its oldest pages on the CPU tier
         rows = self.layout.max_rows
         if self.limits.any and rows is not None and self._cpu_rows >= rows:
             return None
         self._cpu_rows += 1
         return tier
+
+    def cold_pages(self, view: ColdView) -> tuple[int, int]:
+        """Pages may go down under the layout ``split``."""
+        return self.policy.cold_pages(view)
 
     def move_up(self, gpu_rows: int, cpu_rows: int) -> bool:
         """By closed forms, at the context of the latest plan."""
@@ -271,5 +291,6 @@ class Auto(Adaptive):
         predict: Predict | AsyncChooser | None = None,
         gpu_limit: float | None = None,
         cpu_limit: float | None = None,
+        split: bool = False,
     ) -> None:
-        super().__init__(costs, predict, gpu_limit, cpu_limit, min_gain=1.02)
+        super().__init__(costs, predict, gpu_limit, cpu_limit, min_gain=1.02, split=split)

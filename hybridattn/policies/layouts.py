@@ -10,8 +10,9 @@ from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 from hybridattn.policies.rule import Rule
+from hybridattn.policies.split import Split
 
-KINDS = ("gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule")
+KINDS = ("gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ def policy_of(layout: Layout, costs: Costs) -> Policy:
     """The policy that serves a layout."""
     if layout.kind == "gpu_only":
         return GpuOnly()
+    if layout.kind == "split":
+        return Split(costs)
     if layout.kind == "asymmetric":
         return Asymmetric(costs, choice="always", max_rows=layout.max_rows)
     if layout.kind == "sync_offload":

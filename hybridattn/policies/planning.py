@@ -27,7 +27,8 @@ ROOM = 0.03  # left below a limit: a load is rounded to about 3 % (``Adaptive``)
 class LayoutQuestion:
     """Which layout for a load? With all that decides the answer, except for the cost model.
 
-    ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt.
+    ``cpu_factor`` is what CPU attention turned out to take over its price; ``discount`` what the guard learnt;
+    ``split`` says that requests may lie on both tiers.
     """
 
     load: Load
@@ -35,17 +36,18 @@ class LayoutQuestion:
     limits: Limits
     min_gain: float
     discount: tuple[tuple[Layout, float], ...] = ()
+    split: bool = False
 
     def near(self, other: LayoutQuestion) -> bool:
         """An answer to ``other`` may serve this one until there is a better: loads within a third, all else equal."""
-        mine = self.cpu_factor, self.limits, self.min_gain, self.discount
-        theirs = other.cpu_factor, other.limits, other.min_gain, other.discount
+        mine = self.cpu_factor, self.limits, self.min_gain, self.discount, self.split
+        theirs = other.cpu_factor, other.limits, other.min_gain, other.discount, other.split
         return mine == theirs and self.load.like(other.load, 3)
 
     def answer(self, costs: Costs, predict: Predict) -> tuple[Layout, Prediction]:
         """The layout and its prediction (see :func:`choose`)."""
         costs = costs.corrected(self.cpu_factor)
-        return choose(self.load, costs, predict, self.limits, self.min_gain, dict(self.discount))
+        return choose(self.load, costs, predict, self.limits, self.min_gain, dict(self.discount), self.split)
 
 
 class AsyncChooser(Protocol):
@@ -68,6 +70,7 @@ def choose(
     limits: Limits,
     min_gain: float = 1.0,
     discount: Mapping[Layout, float] | None = None,
+    split: bool = False,
 ) -> tuple[Layout, Prediction]:
     """The layout with the highest predicted rate that keeps the limits with a little room, and that prediction.
 
@@ -77,6 +80,8 @@ def choose(
         Predicted gain over GPU-only that a layout with CPU rows must exceed.
     discount : mapping of Layout to float, optional
         What a layout's predicted rate counts for, where it fell short before.
+    split : bool
+        Requests may lie on both tiers.
     """
     if not load.gpu_rows:
         layout = alone_on_cpu(load, costs)
@@ -85,7 +90,8 @@ def choose(
     alone = Layout("gpu_only")
     base = predict(load, alone, costs, True)
     best, expected, rate = alone, base, base.tokens_per_s * min_gain
-    for layout in _finalists(load, costs, predict, limits, base, discount):
+    tried = _finalists(load, costs, predict, limits, base, discount)
+    for layout in [*tried, Layout("split")] if split else tried:
         found = predict(load, layout, costs, True)
         value = found.tokens_per_s * discount.get(layout, 1.0)
         if value > rate and limits.kept_by(found, base.gpu_tpot_ns, slack=-ROOM):

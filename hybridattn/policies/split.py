@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.stages import GPU_TIER
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.split import SplitLayer, split_layer
 from hybridattn.policies.base import ColdView
-from hybridattn.policies.fixed import GpuOnly
+from hybridattn.policies.fixed import SyncOffload
 
 
-class Split(GpuOnly):
+class Split(SyncOffload):
     """Cold pages where the GPU tier is full, as many as hide behind the GPU's own attention.
 
         gpu.compute   |attention: hot parts|merge|linear|
         cpu.attention    |cold parts|
 
     A request longer than the GPU tier is served once no other runs there. With room for everything this is
-    ``gpu_only``, op by op.
+    ``gpu_only``, op by op. As a layout it may find whole requests on the CPU tier, which are waited for at every layer.
 
     Parameters
     ----------
@@ -33,6 +34,7 @@ class Split(GpuOnly):
     """
 
     name = "split"
+    tiers = (GPU_TIER,)
     hooks = frozenset({"cold_pages"})
 
     def __init__(

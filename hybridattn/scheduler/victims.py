@@ -32,7 +32,7 @@ class Victims:
         tier = request.tier
         if tier == GPU_TIER and self._cold_pages.wanted and self._cold_pages.sink(1):
             return False
-        youngest = max((r for r in self._queues.running if r.pages.on(tier)), key=_younger)
+        youngest = max((r for r in self._queues.running if r.tier == tier and r.pages), key=_younger)
         if tier == GPU_TIER and self._swaps.swap_out(youngest):
             return False
         self._finish.preempt(youngest)

@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seen import Seen
 
+from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
+from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.stages_cost import ModelCost
+from hybridattn.devices.sim import SimDevice
+from hybridattn.engine.engine import Engine
 from hybridattn.policies.adaptive import MAX_WAIT_STEPS, Adaptive, Auto
 from hybridattn.policies.base import Decision, DispatchView, LayerView, RequestView, StepView, TierView
 from hybridattn.policies.chooser import SETTLE_STEPS
@@ -369,3 +374,25 @@ def test_a_layout_of_all_cpu_rows_has_no_bound():
     """Those that come next take part at once."""
     found = fixed_layouts(COSTS, 24, 96, 1000)
     assert Layout("sync_offload") in found and all((a.max_rows or 0) < 96 for a in found)
+
+
+def test_requests_over_both_tiers_are_a_layout_where_they_are_asked_for():
+    """Whatever a simulation says of it: what is held here is that the layout is offered, served and counted."""
+    costs, offered = COSTS, []
+
+    def predict(load, layout, costs, thorough):
+        offered.append(layout.kind)
+        return Guess(200.0 if layout.kind == "split" else 100.0)
+
+    for split in (False, True):
+        policy = Adaptive(costs, predict, split=split)
+        config = EngineConfig(20, 60, 16, max_model_len=400, max_num_seqs=16, max_num_batched_tokens=512)
+        engine = Engine(PricedStages(costs.cost.shape, "fp16"), SimDevice(costs.pricing, record=False), policy, config)
+        for _ in range(8):
+            engine.add(DeclaredTokens(100), 30)
+        most = 0
+        while engine.unfinished:
+            engine.step()
+            most = max(most, sum(bool(r.pages.cold and r.pages.hot) for r in engine.scheduler.queues.running))
+        assert (most > 0, "split" in offered, Layout("split") in policy.used) == (split, split, split)
+        assert all(r.finish_reason == "length" for r in engine.take_records().requests)

@@ -12,14 +12,29 @@ from toy_moves import MovingToyStages
 from toy_stages import reference
 
 from hybridattn.core.config import EngineConfig
-from hybridattn.core.errors import CapacityError
+from hybridattn.core.errors import CapacityError, DeviceError
 from hybridattn.core.op import CPU
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
+from hybridattn.executor.moves import Moves
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 from hybridattn.policies.split import Split
 
 LAYERS, PAGE = 2, 16
+
+
+class Mixed(AsyncOverlap):
+    """Every second request lies on the CPU tier as a whole, the others on both."""
+
+    hooks = frozenset({"cold_pages"})
+
+    def place(self, request, tiers):
+        tier = "cpu" if request.index % 2 else "gpu"
+        return tier if tiers[tier].admits(request) else None
+
+    def cold_pages(self, view):
+        return 1, 3
 
 
 def build(policy, seed=1, *, gpu=6, cpu=14, stages=MovingToyStages, cpu_ns=800, move_ns=3000, **limits):
@@ -72,6 +87,7 @@ def right(jobs):
         [
             lambda: Split(),
             lambda: Split(max_cold_tokens=64),
+            Mixed,
             *(lambda s=s: Split(cold_share=s, even_if_it_fits=True) for s in (0.25, 0.5, 0.75, 1.0)),
         ]
     ),
@@ -102,8 +118,6 @@ def test_a_request_longer_than_the_gpu_tier_is_served():
 
 
 def test_with_room_for_all_the_ops_are_those_of_gpu_only():
-    from hybridattn.policies.fixed import GpuOnly
-
     jobs, spans = jobs_of(3), []
     for policy in (GpuOnly(), Split()):
         engine = build(policy, gpu=60)
@@ -122,3 +136,11 @@ def test_aborts_give_every_page_back(seed):
     engine = build(Split(), seed, gpu=6, cpu=20)
     got, _ = serve(engine, jobs, lambda step: draw.randrange(5) if draw.random() < 0.04 else None)
     assert all(answer == want[: len(answer)] for answer, want in zip(got, right(jobs), strict=True))
+
+
+def test_a_page_counts_for_its_new_tier_only_once_its_copy_has_ended(monkeypatch):
+    """The mutation: it is read there from the moment on at which the copy begins."""
+    jobs = [([i] * 20, 60) for i in range(4)]
+    monkeypatch.setattr(Moves, "add", lambda moves, future, done: done())
+    with pytest.raises(DeviceError, match="failed"):
+        serve(build(Split(), gpu=6, cpu=16), jobs)
