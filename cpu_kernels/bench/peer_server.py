@@ -44,7 +44,7 @@ def vllm(p: Paged) -> Call:
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]  # type: ignore[union-attr,index]
     torch.ops.load_library(os.path.join(folder, "_C.abi3.so"))
     ops, out = torch.ops._C, torch.empty_like(p.q)
-    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    isa = "amx" if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else "vec"  # asks the kernel for tiles
     k, v = torch.empty_like(p.k), torch.empty_like(p.v)
     flat = [x.transpose(1, 2).reshape(-1, p.heads, p.dim) for x in (p.k, p.v)]
     slots = torch.arange(len(flat[0]))
