@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.tables import blocks
 from hybridattn.analysis.results import ResultFolder
+from hybridattn.analysis.sweep_results import ASKED
 from hybridattn.core.errors import InputError
 
 # Where and how it ran, which is nothing to repeat.
@@ -30,32 +31,25 @@ def kept(folder: ResultFolder) -> tuple[str, str]:
         raise InputError(
             f"{folder.path} is incomplete: {len(rows)} of {len(sweep['points'])} points ran, {failed} of them failed"
         )
-    title = _title(folder)
     command = " ".join(f"'{o}'" if any(c in o for c in " {}[]") else o for o in sweep["command"] if not _local(o))
     facts = [
         f"    python -m experiments.run {command}",
         f"{_all(rows, 'kind')} on `{_all(rows, 'device')}`, {len(rows)} points, commit {_all(rows, 'commit')}. "
         f"Profile: {_profiles(rows)}.",
     ]
-    return sweep["name"], "\n\n".join([f"# {title}", *facts, *_blocks(_found(folder))]) + "\n"
+    return sweep["name"], "\n\n".join(
+        [f"# {folder.json(ASKED, {}).get('title') or sweep['name']}", *facts, *_blocks(_found(folder))]
+    ) + "\n"
 
 
 def _local(override: str) -> bool:
     return override.lstrip("+").startswith(HERE)
 
 
-def _title(folder: ResultFolder) -> str:
-    text = (folder.path / "points" / "0.yaml").read_text(encoding="utf-8")
-    from_file = [line.removeprefix("title: ").strip("'\"") for line in text.splitlines() if line.startswith("title: ")]
-    return (
-        from_file[0].replace("''", "'") if from_file and from_file[0] else str(folder.read_json("sweep.json")["name"])
-    )
-
-
 def _found(folder: ResultFolder) -> list[str]:
     """The experiment's own verdict, or the crossovers where it has none."""
-    if folder.read_json("verdict.json"):
-        return list(folder.read_json("verdict.json"))
+    if verdict := folder.read_json("verdict.json"):
+        return list(verdict)
     found = folder.json("crossovers.json", {})
     lines = [f"{f'{panel}: ' if panel else ''}{n}: {c['says']}" for panel, of in found.items() for n, c in of.items()]
     if not lines:
