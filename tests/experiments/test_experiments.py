@@ -135,6 +135,7 @@ def test_an_experiment_runs_shrunk(shrunk, name):
     assert len(list((folder / "points").glob("*.yaml"))) == len(rows)
     if name == "policies_host":  # which ends in the middle
         assert all((r["kind"], r["device"], r["failed"]) == ("measured", "host", 0) for r in rows)
+        assert [r["prompt_tokens_read"] for r in rows] == [1, 2]  # of prompts of 64: one request waits for the GPU
     elif name.endswith("_host") and name != "control_path_host":
         assert all((r["kind"], r["device"], r["completed"]) == ("measured", "host", r["requests"]) for r in rows)
 
