@@ -142,7 +142,7 @@ class Spoken:
     def __init__(self, **options): pass
     def __enter__(self): return self
     def __exit__(self, *rest): pass
-    def generate(self, prompts, params):
+    def generate(self, prompts, params, progress):
         return [S(text=text, token_ids=(1,), finish_reason="length", tier="gpu", metrics={}, error=None)]
     def stream(self, prompts, params):
         return [S(index=0, text=text, finish_reason="length", error=None)]
