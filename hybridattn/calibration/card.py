@@ -191,11 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[name] = quantity
                 line = {"name": name, "value": quantity.value, "unit": quantity.unit, "source": quantity.source}
                 print(json.dumps(line | {"kind": device.kind}), flush=True)
+            if not options.dry_run:  # with the prices alone, then with the tile
+                save_profile(card_profile(device, found), options.out or card_path())
         print(json.dumps({"handover": device.handover, "why_handover": device.why_handover, "kind": device.kind}))
-        if not options.dry_run:
-            path = options.out or card_path()
-            save_profile(card_profile(device, found), path)
-            print(f"wrote {path}", file=sys.stderr)
     finally:
         device.close()
     return 0
