@@ -22,6 +22,8 @@ from cpu_kernels import memory
 from cpu_kernels.codegen.fields import JOB_WORDS, Ctl, Item
 from cpu_kernels.pool import MAX_JOBS
 
+pytestmark = pytest.mark.filterwarnings("ignore:num_workers 2 is more than the")  # where one cpu is left
+
 
 @pytest.fixture
 def one() -> Any:
