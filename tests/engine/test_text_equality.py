@@ -12,6 +12,7 @@ from hybridattn.core.op import CPU, GPU
 from hybridattn.core.trace import overlap_ns, violations
 from hybridattn.models import host_tier
 from hybridattn.models.load import LoadedModel, load
+from hybridattn.policies.split import Split
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=False)
 HANDFUL = [
@@ -54,6 +55,22 @@ def test_token_ids_equal_transformers(real_model, prompts, policy, fraction):
     if fraction == 0.5 and policy == "async_overlap":
         lanes = [[s for s in spans if s.lane == lane] for lane in (CPU, GPU)]
         assert overlap_ns(*lanes) > 0  # the two lanes really work at the same time
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"),
+    [
+        pytest.param(Split(cold_share=0.25, even_if_it_fits=True), 120, id="quarter", marks=pytest.mark.slow),
+        pytest.param(Split(cold_share=0.75, even_if_it_fits=True), 120, id="three_quarters", marks=pytest.mark.slow),
+        pytest.param(Split(cold_share=1.0, even_if_it_fits=True), 120, id="all_but_last_page", marks=pytest.mark.slow),
+        pytest.param(Split(), 6, id="pages_that_move"),
+    ],
+)
+def test_token_ids_equal_transformers_over_both_tiers(real_model, prompts, policy, blocks):
+    chosen = [prompts[name] for name in ("capital", "python_class", "recipe_and_report")]
+    got, spans, _ = answers(real_model, chosen, policy, None, gpu_kv_blocks=blocks)
+    assert got == [p["token_ids"] for p in chosen]
+    assert any(s.name == "cold attention" for s in spans)
 
 
 @pytest.mark.parametrize(
