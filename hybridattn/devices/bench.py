@@ -37,7 +37,7 @@ from hybridattn.executor.executor import Executor
 from hybridattn.models.load import LoadedModel, load
 from hybridattn.models.torch_stages import TorchStages
 from hybridattn.models.weights import random_weights
-from hybridattn.policies.base import Policy
+from hybridattn.policies.base import DispatchView, Policy
 from hybridattn.policies.fixed import GpuOnly, SyncOffload
 
 LAYERS, PAGE, ROUNDS = 32, 32, 5
@@ -167,6 +167,17 @@ class Figure:
     calls: dict[str, float] | None = None
 
 
+class _Parts(SyncOffload):
+    """All CPU rows, in so many micro-batches, join at every layer."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def dispatch(self, view: DispatchView) -> tuple[int, ...]:
+        return (view.idle_rows // self.count,) * self.count
+
+
 class _Executor(Executor):
     """Keeps what the driver took for the layers of the latest step, but the last: that one samples as well."""
 
@@ -193,7 +204,7 @@ class Bench:
         triton.runtime.driver.set_active(StubDriver())
         self.device = CudaDevice(runtime=self.runtime, **options)
         self.runtime.pool = self.device.pool
-        room = keys + PAGE * ((ROUNDS + 1) * (STEPS + 1) // PAGE + 2)
+        room = keys + PAGE * (3 * ROUNDS * (STEPS + 1) // PAGE + 2)  # for three series of figures
         self._pages = room // PAGE + 1
         self.config = EngineConfig(
             rows * self._pages, cpu_rows * self._pages, PAGE, max_model_len=room, max_num_seqs=rows + cpu_rows,
@@ -282,17 +293,20 @@ def _figure(name: str, unit: str, measure: Callable[[], float], calls: Counter[s
 
 
 def layer_figures(rows: int, keys: int) -> list[Figure]:
-    """Driver per layer, with and without graphs, and what a micro-batch adds."""
+    """Driver per layer, with and without graphs, and what each micro-batch adds. The first ends runs of layers."""
     found = []
     for graphs in (True, False):
         with Bench(rows, keys, record=False, graphs=graphs) as bench:
             name = f"a layer of {rows} x {keys}, {'graphs' if graphs else 'eager'}"
             alone = bench.executor(GpuOnly())
             found.append(_figure(name, "us", partial(bench.layer_us, alone), bench.runtime.calls))
-            beside = bench.executor(SyncOffload())
-            both = _figure(name, "us", partial(bench.layer_us, beside, micro_batch=True))
-            added = tuple([round(s - found[-1].value, 2) for s in both.samples])
-            found.append(Figure(f"{name}: a micro-batch that joins", statistics.median(added), "us", added))
+            last = found[-1].value
+            for count, which in enumerate(("first", "second"), 1):
+                beside = bench.executor(_Parts(count))
+                all_of_them = _figure(name, "us", partial(bench.layer_us, beside, micro_batch=True))
+                added = tuple([round(s - last, 2) for s in all_of_them.samples])
+                found.append(Figure(f"{name}: the {which} micro-batch", statistics.median(added), "us", added))
+                last = all_of_them.value
     return found
 
 
