@@ -320,7 +320,7 @@ def moving_figure(tokens: int) -> Figure:
         return _figure(f"moving {tokens} scattered tokens", "us", lambda: bench.move_us(tokens))
 
 
-def memory_figure(record: bool | int = 512, steps: int = 80) -> Figure:
+def memory_figure(record: bool | int = 512, steps: int = 160) -> Figure:
     """What a step leaves behind once the record is full: growth of the least memory from window to window."""
     with Bench(1, PAGE, record=record) as bench:
         executor = bench.executor(GpuOnly())
