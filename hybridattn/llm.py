@@ -364,6 +364,7 @@ class LLM:
         """Free pages per tier; equal to ``gpu_kv_blocks`` and ``cpu_kv_blocks`` when nothing is unfinished and no
         session is open."""
         with self.engine.at_work:
+            self.engine.finish_moves()
             return {tier: self.engine.kv.pools[tier].num_free for tier in (GPU_TIER, CPU_TIER)}
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -179,6 +179,7 @@ class Engine:
         with self.at_work:
             for request_id in request_ids:
                 self._abort(request_id)
+            self.finish_moves()
 
     def hold(self, holder: object, request_ids: list[str]) -> Callable[[], None]:
         """From now on ``holder`` waits for these requests: if it goes away, they are aborted with the next call.
@@ -233,8 +234,12 @@ class Engine:
                 if request.session == session:
                     request.keep = False  # nothing is left behind at the end of a turn that is under way
             self.kv.contexts.drop(session)
-            if not self.unfinished and self.broken is None:
-                self.executor.moves.wait_all()  # else a copy under way would hold them until the next step
+            self.finish_moves()
+
+    def finish_moves(self) -> None:
+        """Copies under way end now where no request is left: they would hold their pages until the next step."""
+        if not self.unfinished and self.broken is None:
+            self.executor.moves.wait_all()
 
     def save_pages(self) -> None:
         """Contexts of sessions and common prefixes go to the file tier, where there is one, and are forgotten here."""

@@ -220,6 +220,12 @@ def test_a_page_is_read_and_written_once_no_copy_is_on_its_way_to_it(tiny, tmp_p
         assert calls == ["settled"] and store.load(page, 0) and calls == ["settled", "settled", "written"]
 
 
+def test_pages_on_their_way_down_count_as_free_once_nobody_runs(tiny):
+    with LLM(tiny, **{**LIMITS, "gpu_kv_blocks": 12, "cpu_kv_blocks": 12}) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=2))
+        assert llm.free_blocks() == {"gpu": 12, "cpu": 12} and not llm.engine.kv.under_way
+
+
 def test_a_store_without_sharing_is_refused(tiny, tmp_path):
     with pytest.raises(InputError, match="it needs share_prefixes=True"):
         LLM(tiny, kv_store_dir=tmp_path)

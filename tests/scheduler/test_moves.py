@@ -100,6 +100,7 @@ def serve(engine, jobs, choose):
         step += 1
         assert step < 5000, "no progress"
     assert violations(engine.drain()) == []
+    engine.finish_moves()  # K,V of one that was aborted may be on their way down
     check_empty(engine)
     return [r.token_ids[r.num_prompt :] for r in requests], moved
 
