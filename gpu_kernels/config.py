@@ -78,7 +78,7 @@ def decode_config(
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
     elif quantised:  # widening the codes takes registers, so more threads share a tile
-        block_n, warps, stages = (64, 8, 3) if block_d < 128 else (32, 8, 4)
+        block_n, warps, stages = 64 if block_d < 128 else 32, 8, 4 if block_d == 128 else 3
     else:
         large = block_g == 16 and capability.shared_bytes >= 160_000
         block_n, warps, stages = 64 if block_d < 128 or (block_d == 128 and large) else 32, 4, 3
