@@ -26,6 +26,9 @@ def other(tier: str) -> str:
 class PageTable:
     """Numbers of pages only: who may give them away is the KV manager (``hybridattn.kv.manager``).
 
+    ``cold`` and ``hot`` are extended or replaced by other lists, never changed in another way: who knows a list and its
+    length knows its pages.
+
     Attributes
     ----------
     cold, hot : pages of the CPU tier and of the GPU tier that are read; the positions of ``hot`` follow on ``cold``
