@@ -117,6 +117,7 @@ class Adaptive(Delegate):
         self._guards = guard
         self._meter = LoadMeter()
         self._plan: Plan | None = None
+        self._change: Answer | None = None  # of the layout, since the latest step began
         self._view = StepView(0, 0, 0, 0, 0, 0, 0, 0.0, 1.0)  # of the latest step
         self._pays: dict[tuple[int, int], bool] = {}  # to move up, by rows of the tiers, under the latest plan
         self._cpu_rows = 0  # on the CPU tier, those placed since the step began included
@@ -144,6 +145,11 @@ class Adaptive(Delegate):
         if load is not None and self._chooser.free and self._outdated(load, view):
             self._ask(load, view)
             self._use_answer(view)
+        if self._change is not None:  # also one that was made while requests were placed
+            layout, expected, planned, by = self._change
+            rate_per_s = expected.tokens_per_s if expected is not None else None
+            self.choices.append(LayoutRecord(view.number, view.now_ns, str(layout), str(planned), by, rate_per_s))
+            self._change = None
         if self.layout is not None:
             self.used[self.layout] += 1
         self.policy.begin(view)
@@ -187,12 +193,11 @@ class Adaptive(Delegate):
         answer = self._chooser.take(view)
         if answer is None or self._plan is None:
             return
-        layout, expected, load, by = answer
+        layout, expected = answer.layout, answer.expected
         plan, costs = self._plan, self._plan.costs
         self._guard.watch(layout, expected, plan.load, view, self._scale(answer, plan))
         if layout != self.layout:
-            rate_per_s = expected.tokens_per_s if expected is not None else None
-            self.choices.append(LayoutRecord(view.number, view.now_ns, str(layout), str(load), by, rate_per_s))
+            self._change = answer
         if layout != self.layout or costs is not self.policy.costs:
             self.layout, self.policy = layout, policy_of(layout, costs)
 

@@ -326,7 +326,9 @@ def test_the_first_request_that_finds_the_gpu_tier_full_is_placed_by_a_closed_fo
     policy = Adaptive(COSTS, Silent())
     assert policy.place(RequestView(0, 3, 4, 100, 8, 0), tiers(5, 50)) == "gpu" and policy.layout is None
     assert policy.place(RequestView(1, 3, 4, 100, 7, 24), tiers(0, 50)) == "cpu"
-    assert policy.uses_cpu and policy.choices[0].step == 0
+    assert policy.uses_cpu
+    policy.begin(passing(3, 10**9, cpu_rows=7)._replace(gpu_kv_tokens=2400, cpu_kv_tokens=700))
+    assert (policy.choices[0].step, policy.choices[0].at_ns) == (3, 10**9)  # when it first decides
     assert str(policy.choices[0]) == "sync_offload for 24 + 7 rows of 100 tokens, by a closed form"
 
 
