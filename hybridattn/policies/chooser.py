@@ -20,6 +20,7 @@ from hybridattn.policies.planning import AsyncChooser, LayoutQuestion, Predict
 
 SHARE = 0.05  # of one core that planning beside the steps may take
 SETTLE_STEPS = 8  # after a plan that was waited for, before a changed load or what was learnt leads to the next
+FIRST_NS = 300_000_000  # what a first answer takes, about; time for it has to be earned as well
 MOST_KNOWN = 4096  # answers that are remembered in a run
 FACTOR_STEP = 1.25  # between speeds of the CPU that are planned for, where answers are remembered
 MATTERS = 0.05  # change of the rate by closed forms below which another speed of the CPU is none
@@ -76,8 +77,8 @@ class Elsewhere:
     """One question at a time to somebody who answers later, or never again; meanwhile a closed form decides.
 
     Answers are kept by coarse loads, and questions come so seldom that answering takes at most ``SHARE`` of one core:
-    after an answer that took a second, nobody is asked for the next twenty. An answer is looked up and a closed form
-    takes well below a millisecond, so that a load which changes need not settle first.
+    after an answer that took a second, nobody is asked for the next twenty, nor at all in a short run. An answer is
+    looked up and a closed form takes well below a millisecond, so that a load which changes need not settle first.
 
     Attributes
     ----------
@@ -94,7 +95,7 @@ class Elsewhere:
         self._ready: Answer | None = None
         self._wanted: LayoutQuestion | None = None  # its load has no answer of its own so far
         self._open: tuple[LayoutQuestion, int] | None = None  # handed on, and what answers had cost by then
-        self._rest_until_ns = 0
+        self._rest_until_ns: int | None = None  # known once there is a question
 
     def __str__(self) -> str:
         return f"chosen {self.estimated} times by closed forms, {self.recalled} from memory, {self.asked} simulated"
@@ -148,6 +149,8 @@ class Elsewhere:
         return Answer(*found, question.load, "a simulation")
 
     def _hand_on(self, view: StepView) -> None:
+        if self._rest_until_ns is None:
+            self._rest_until_ns = view.now_ns + round(FIRST_NS / SHARE)
         if self._wanted is not None and view.now_ns >= self._rest_until_ns:
             self.asked += 1
             self._chooser.ask(self._wanted)

@@ -31,6 +31,7 @@ from hybridattn.planning import choice
 from hybridattn.planning import planner as planner_module
 from hybridattn.planning.planner import Planner
 from hybridattn.planning.predict import by_simulation, open_priced
+from hybridattn.policies import chooser
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.fixed import AsyncOverlap
 from hybridattn.policies.load import Limits, Load
@@ -48,8 +49,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::hybridattn.cost.table.Extrapola
 
 @pytest.fixture(autouse=True)
 def no_table(monkeypatch):
-    """Answers do not outlive a test."""
+    """Answers do not outlive a test, and the first question need not wait."""
     monkeypatch.setattr(choice, "table_path", lambda setup: None)
+    monkeypatch.setattr(chooser, "FIRST_NS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +294,8 @@ def test_the_process_ends_with_the_one_that_asked(profile, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys, time, signal, torch\n"
+        "from hybridattn.policies import chooser\n"
+        "chooser.FIRST_NS = 0\n"
         "from hybridattn import LLM, SamplingParams\n"
         "print('begun', flush=True)\n"
         f"llm = LLM('dummy:tiny', policy='adaptive', profile=sys.argv[1], **{SMALL!r})\n"

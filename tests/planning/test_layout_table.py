@@ -21,6 +21,7 @@ from hybridattn.planning.layout_table import LayoutTable, fill, table_path
 from hybridattn.planning.messages import Setup
 from hybridattn.planning.predict import predict_for
 from hybridattn.planning.steady import Steady
+from hybridattn.policies import chooser
 from hybridattn.policies.adaptive import Adaptive
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Limits, Load
@@ -40,6 +41,7 @@ def question(rows=4, **changes):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(chooser, "FIRST_NS", 0)
 
 
 class Prompt:

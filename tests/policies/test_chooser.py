@@ -12,6 +12,7 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import machine
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.planning.predict import by_simulation
+from hybridattn.policies import chooser as chooser_module
 from hybridattn.policies.base import StepView
 from hybridattn.policies.chooser import Elsewhere
 from hybridattn.policies.estimate import alone_on_cpu, at_once, waited_step_ns
@@ -22,6 +23,12 @@ from hybridattn.policies.planning import LayoutQuestion
 COSTS = Costs(ModelCost(shape("llama3.1-8b"), "fp16"), machine("a10", "epyc-7r32-16c", "pcie4-x16"))
 SECOND = 10**9
 FREE = Limits()
+
+
+@pytest.fixture(autouse=True)
+def first_at_once(monkeypatch):
+    """The first question need not wait."""
+    monkeypatch.setattr(chooser_module, "FIRST_NS", 0)
 
 
 class Slow:
@@ -95,6 +102,18 @@ def test_planning_takes_a_twentieth_of_the_time_at_most():
             slow.answer = Layout("gpu_only"), None
         chooser.take(view(i, now_s))
     assert 3 <= len(slow.questions) <= 5 and slow.cpu_ns <= 0.05 * 40 * SECOND + slow.each_ns
+
+
+def test_time_for_the_first_question_has_to_be_earned(monkeypatch):
+    """A short run has closed forms and what is remembered, and its cores for itself."""
+    monkeypatch.setattr(chooser_module, "FIRST_NS", 300_000_000)
+    slow = Slow()
+    chooser = Elsewhere(COSTS, slow)
+    assert asked(chooser, question(), view(1, 10.0)) is not None and not slow.questions
+    chooser.take(view(2, 15.9))
+    assert not slow.questions
+    chooser.take(view(3, 16.0))
+    assert len(slow.questions) == 1
 
 
 def test_an_answer_for_a_load_that_is_gone_is_kept_and_not_used():
