@@ -191,7 +191,7 @@ class LLM:
             raise
 
     def _say_what_cannot_act(self, cpu_kv_blocks: int) -> None:
-        if CPU_TIER in self.policy.tiers and not cpu_kv_blocks:
+        if (CPU_TIER in self.policy.tiers or "cold_pages" in self.policy.hooks) and not cpu_kv_blocks:
             warnings.warn(
                 f"policy '{self.policy.name}' uses the CPU tier, but cpu_kv_blocks 0 leaves no room there: all "
                 "requests stay on the GPU tier",

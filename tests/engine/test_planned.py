@@ -386,6 +386,8 @@ def test_options_that_cannot_act_are_said(profile):
     threads = set(threading.enumerate())
     with pytest.warns(NoEffectWarning, match="policy 'async_overlap' reads no profile: it has no effect"):
         LLM(TINY, policy="async_overlap", profile=profile, **ROOMY).close()
+    with pytest.warns(NoEffectWarning, match="policy 'split' uses the CPU tier, but cpu_kv_blocks 0 leaves no room"):
+        LLM("dummy:tiny", policy="split", gpu_kv_blocks=4, cpu_kv_blocks=0).close()
     with pytest.warns(NoEffectWarning, match="policy 'async_overlap' uses the CPU tier, but cpu_kv_blocks 0 leaves no"):
         LLM(TINY, policy="async_overlap", gpu_kv_blocks=8, cpu_kv_blocks=0).close()
     with pytest.raises(InputError, match="max_micro_batches and cpu_fraction cannot act on policy .async_overlap."):
