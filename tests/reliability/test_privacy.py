@@ -48,7 +48,8 @@ def test_records_have_no_place_for_text_or_token_ids():
     """A new field has to be argued for here: times, counts, and names only."""
     request = {f.name: str(f.type) for f in dataclasses.fields(RequestRecord)}
     assert sorted(request) == sorted(
-        "request_id arrival_ns end_ns prompt_tokens token_ns finish_reason tier scheduled_ns preemptions error".split()
+        "request_id arrival_ns end_ns prompt_tokens token_ns finish_reason tier scheduled_ns preemptions "
+        "recomputed_tokens reused_tokens error".split()
     )
     assert all(str(f.type) == "int" for f in dataclasses.fields(StepRecord))
 
