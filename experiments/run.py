@@ -24,6 +24,7 @@ from hybridattn.core.extras import why_missing  # noqa: E402
 
 try:
     import hydra
+    from hydra.errors import HydraException
     from omegaconf import DictConfig
 except ModuleNotFoundError as absent:
     if why_missing(absent) is None:
@@ -78,9 +79,9 @@ def one(words: list[str]) -> Ended:
         return _refused(str(error), 2)
     except HybridAttnError as error:
         return _refused(str(error), 1)
-    except OSError as error:
-        return _refused(f"reading or writing failed: {error}", 1)
     except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing config is both
+            return _refused(f"reading or writing failed: {error}", 1)
         return _refused(why_missing(error) or composition_error(words, error), 2)
     return Ended(0)
 
