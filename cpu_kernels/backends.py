@@ -32,7 +32,7 @@ class Backend(Protocol):
 
 def why_absent(name: str) -> str:
     """Say why a back end cannot be used in this environment; empty when it can."""
-    name = name.partition(":")[0]
+    name = str(name).partition(":")[0]
     if name not in REGISTRY:
         return f"backend {name!r} is unknown; known: {', '.join(REGISTRY)}"
     lacking = [package for package in _NEEDS.get(name, ()) if find_spec(package) is None]

@@ -107,8 +107,8 @@ class DecoderConfig:
         for layer, window in enumerate(self.layer_windows):
             if window is not None and window < 1:
                 raise InputError(f"sliding window of layer {layer} must be at least 1, got {window}")
-        if self.shape.head_dim % 16 or not 0 < self.shape.head_dim <= 512:
-            raise InputError(f"head_dim {self.shape.head_dim} is not supported: multiples of 16 up to 512 are")
+        if self.shape.head_dim % 2:
+            raise InputError(f"head_dim must be even for rotary embeddings, got {self.shape.head_dim}")
         if not self.rms_norm_eps > 0:
             raise InputError(f"rms_norm_eps must be positive, got {self.rms_norm_eps}")
 

@@ -68,6 +68,8 @@ class TorchStages:
         if reason := backends.why_absent(backend):
             raise InputError(reason)
         shape = model.config.shape
+        if shape.head_dim % 16 or shape.head_dim > 512:
+            raise InputError(f"head_dim {shape.head_dim} is not supported: multiples of 16 up to 512 are")
         self.num_layers = shape.num_layers
         self.config = config
         self.model_config = model.config

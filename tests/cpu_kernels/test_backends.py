@@ -126,3 +126,10 @@ def test_ipex_reads_plain_pages_where_they_lie(problem: Any, monkeypatch: pytest
     assert seen == [tuple(x.ctypes.data for x in p.pages.plain(0))]  # the pages themselves, nothing unpacked
     with pytest.raises(ValueError, match="backend 'ipex' cannot do pages of layout 'tiles'"):
         problem([5]).plan(backend="ipex")
+
+
+@pytest.mark.parametrize("name", [0, None, ["native"], "fast"])
+def test_a_back_end_of_another_name_or_kind_is_refused(name: Any) -> None:
+    pages = ck.KVPages(num_pages=1, num_kv_heads=1, head_dim=64, page_size=16)
+    with pytest.raises(ValueError, match="backend .* is unknown; known: native"):
+        ck.plan_decode(pages, [[0]], [1], 1, backend=name)

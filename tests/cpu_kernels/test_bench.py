@@ -74,7 +74,7 @@ def test_stores_are_timed_against_a_copy(capsys: pytest.CaptureFixture[str]) -> 
     store.main(["--rounds", "1"])
     head, *rows = capsys.readouterr().out.splitlines()
     assert head == "| to | from bf16 | from fp16 | from fp32 |" and len(rows) == 4
-    assert all(float(cell) > 0 for row in rows for cell in row.split("|")[2:5])
+    assert all(float(cell) >= 0 for row in rows for cell in row.split("|")[2:5])
 
 
 def test_cases_are_checked() -> None:

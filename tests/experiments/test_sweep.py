@@ -283,7 +283,7 @@ def own_logging():
     ("words", "says"),
     [
         (["--cfg", "job", "+experiment=ratio"], "name: ratio\n"),
-        (["--cfg", "hydra", "+experiment=ratio"], "settings.ratio: 0.25,0.5,1,2,4,8,16"),
+        (["--cfg", "hydra", "+experiment=ratio"], "settings.ratio: 0.25,0.5,1,2,4,8,12"),
         (["--help"], "debug: quick"),
         (["--info", "plugins"], "PointSweeper"),
         (["--info", "defaults", "+experiment=ratio"], "experiment/ratio"),

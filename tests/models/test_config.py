@@ -72,7 +72,7 @@ def test_S07_end_ids_are_the_union_of_all_sources():
         ({"hidden_size": "48"}, "integer hidden_size, got '48'"),
         ({"hidden_size": 50}, "hidden_size 50 is not a multiple of num_attention_heads 6"),
         ({"num_key_value_heads": 4}, "num_q_heads 6 is not a multiple of num_kv_heads 4"),
-        ({"head_dim": 40}, "head_dim 40 is not supported: multiples of 16 up to 512 are"),
+        ({"head_dim": 7}, "head_dim must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 import cpu_kernels as ck
 from experiments.run import main as run_experiments
-from hybridattn import SamplingParams
+from hybridattn import LLM, SamplingParams
 from hybridattn.cli import generate
 from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import Checkpoint
@@ -273,10 +274,15 @@ def test_options_of_an_LLM_are_checked_by_type_and_range(open_tiny, options, mes
         open_tiny(**options)
 
 
+def test_a_head_size_that_no_kernel_has_is_refused_before_any_page_is_made(tiny):
+    shape = dataclasses.replace(tiny.config.shape, head_dim=40)
+    model = dataclasses.replace(tiny, config=dataclasses.replace(tiny.config, shape=shape))
+    with pytest.raises(InputError, match="head_dim 40 is not supported: multiples of 16 up to 512 are"):
+        LLM(model)
+
+
 @pytest.mark.parametrize("model", [None, 3, object()])
 def test_a_model_of_another_kind_is_refused(model):
-    from hybridattn import LLM
-
     with pytest.raises(InputError, match="model must be a name or what hybridattn.models.load.load returned"):
         LLM(model)
 
@@ -301,8 +307,6 @@ def test_params_of_another_kind_or_number_are_refused(shared_tiny, params):
 
 @pytest.fixture(scope="module")
 def shared_tiny(tiny):
-    from hybridattn import LLM
-
     with LLM(tiny, gpu_kv_blocks=64, cpu_kv_blocks=8, page_size=32) as llm:
         yield llm
 

@@ -284,7 +284,7 @@ def test_E20_a_gpu_budget_above_the_machine_is_refused_with_both_numbers(open_ti
 def test_E20_slabs_and_staging_are_booked_too(open_tiny):
     with open_tiny(max_num_seqs=16, max_model_len=512) as small, open_tiny(max_num_seqs=32, max_model_len=1024) as big:
         used = [{t: m.device.memory(t).total - m.device.memory(t).free for t in ("gpu", "cpu")} for m in (small, big)]
-    row = (96 + (6 + 2 * 2 + 6) * 16) * 4  # residual; q, k, v and out
+    row = (96 + (6 + 2 * 2 + 6) * 16) * 4 + 2 * 8  # residual; q, k, v and out; token id and position
     staged = 2 * 2 * 16 * 4  # K and V of a token
     part = (6 * 16 + 6) * 4  # out and lse of a split row's cold part
     assert used[1]["gpu"] - used[0]["gpu"] == 16 * (row + part) + 512 * staged
