@@ -212,7 +212,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_can_be_resumed(tmp_path, run):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "go on with resume=true" in out, (out, err)
+    assert process.returncode == 130 and "go on with resume=true" in out, f"{out}\n{err}"
     assert 1 <= len(rows(tmp_path)) < 3
     assert run(*sweep, "settings.sleep_s=0.7", "resume=true") == 0
     assert sorted(r["point"] for r in rows(tmp_path)) == [0, 1, 2]
