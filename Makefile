@@ -25,7 +25,7 @@ lint: install
 	$(BIN)/mypy
 
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

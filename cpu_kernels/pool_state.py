@@ -93,7 +93,8 @@ class PoolState:
                 self.ring_bell(Ctl.SIGNAL)
                 self.ring_bell(Ctl.RELEASE)
                 thread.join(min(SLICE_S, max(0.0, limit - time.monotonic())))
-        return not any(thread.is_alive() for thread in self.threads)
+        self.threads = [t for t in self.threads if t.is_alive()]  # the objects of the others go here
+        return not self.threads
 
     def living(self) -> bool:
         """Whether a worker is there to run anything; after a fork there is none in the child."""

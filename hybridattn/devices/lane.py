@@ -121,7 +121,7 @@ class LaneWorker:
         self._on_end = on_end
         self._queue: queue.SimpleQueue[HostFuture | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def push(self, future: HostFuture) -> None:
@@ -174,6 +174,15 @@ class LaneWorker:
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """True when the thread has ended within ``timeout_s``."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """True when the thread has ended within ``timeout_s``.
+
+        Nothing holds the thread's object then: it goes here, where Ctrl-C is held back, and not amid the caller's code.
+        Python runs a callback in its own language when it goes, and forgets a Ctrl-C that comes there.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+            self._thread = None
+        return True

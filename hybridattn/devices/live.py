@@ -153,12 +153,13 @@ class LiveDevice(ABC):
         self._closed = True
         if timeout_s is not None:
             self._close_timeout_s = min(self._close_timeout_s, timeout_s)
-        try:
-            self._stop()
-        except Exception:
+        with interrupts_held:
+            try:
+                self._stop()
+            except Exception:
+                self._ended = True
+                raise
             self._ended = True
-            raise
-        self._ended = True
         _open_devices.discard(self)
 
     @abstractmethod
