@@ -12,10 +12,10 @@ from functools import partial
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
-from hybridattn.core.interrupts import interrupts_held
 from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
 from hybridattn.core.stages import GPU_TIER, Batch, Stages
+from hybridattn.engine.at_work import AtWork
 from hybridattn.engine.output import Event, OutputProcessor
 from hybridattn.engine.quiet_steps import QuietSteps
 from hybridattn.engine.request_queue import RequestQueue
@@ -24,36 +24,6 @@ from hybridattn.kv.manager import KVManager, Move
 from hybridattn.kv.prefixes import PageStore
 from hybridattn.policies.base import Policy, StepView
 from hybridattn.scheduler.scheduler import Scheduler, SchedulerOutput
-
-
-class _AtWork:
-    """``with`` it, the driver is inside an engine, nested or not.
-
-    On a device that really runs, Ctrl-C waits for the end, so that it never leaves half of a step behind. Requests that
-    nobody waits for any more are ended at the beginning.
-    """
-
-    __slots__ = ("_begin", "_depth", "_held")
-
-    def __init__(self, held: bool, begin: Callable[[], None]) -> None:
-        self._held = held  # what is simulated is not worth the time that this takes
-        self._begin = begin
-        self._depth = 0
-
-    def __bool__(self) -> bool:
-        return self._depth > 0
-
-    def __enter__(self) -> None:
-        if self._held:
-            interrupts_held.__enter__()
-        self._depth += 1
-        if self._depth == 1:
-            self._begin()
-
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if self._held:
-            interrupts_held.__exit__()
 
 
 class _Holder(weakref.ref):
@@ -123,7 +93,7 @@ class Engine:
             self._quiet_steps = QuietSteps(self.executor, self.scheduler, self.kv, self._queue)
         self._holders: set[_Holder] = set()
         self._gone: deque[_Holder] = deque()
-        self.at_work = _AtWork(device.kind != "simulated", self._end_abandoned)
+        self.at_work = AtWork(device.kind != "simulated", self._end_abandoned)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridattn.core.page_table import GPU_TIER, PageTable
+from hybridattn.core.page_table import PageTable
 from hybridattn.core.request import DeclaredTokens, Request, State
 
 
@@ -85,13 +85,9 @@ class Contexts:
         self.reused_tokens += count
         return (held, count) if count else None
 
-    def on_gpu(self) -> list[Request]:
-        """Those at rest that hold pages of the GPU tier."""
-        return self.at_rest(GPU_TIER)
-
     def evict(self, tier: str) -> bool:
         """Drop the context that has paused for the longest of those with pages on a tier; False: there is none."""
-        at_rest = [key for key, r in self._held.items() if not r.in_flight and r.pages.on(tier)]
+        at_rest = [key for key, r in self._held.items() if _rests(r, tier)]
         if not at_rest:
             return False
         self.evicted += 1
@@ -121,7 +117,11 @@ class Contexts:
 
     def at_rest(self, tier: str) -> list[Request]:
         """Those that hold pages of a tier and do not move: ``evict`` may take them."""
-        return [r for r in self._held.values() if not r.in_flight and r.pages.on(tier)]
+        return [r for r in self._held.values() if _rests(r, tier)]
+
+
+def _rests(held: Request, tier: str) -> bool:
+    return not held.in_flight and bool(held.pages.on(tier))
 
 
 def _common(held: Any, wanted: Any, limit: int) -> int:

@@ -95,7 +95,7 @@ class Swaps:
         tier has pages that are free."""
         if not self._parks or not self._kv.contexts:
             return
-        for held in self._kv.contexts.on_gpu():
+        for held in self._kv.contexts.at_rest(GPU_TIER):
             if len(held.pages.hot) <= self._kv.pools[CPU_TIER].num_free:
                 self._kv.move_context(held, CPU_TIER)
 

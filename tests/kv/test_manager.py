@@ -98,7 +98,7 @@ def test_every_page_is_held_once_or_free_whatever_is_asked(seed, gpu, cpu):
             else:
                 kv.give_back(r)
         elif action == "park":
-            for held in kv.contexts.on_gpu():
+            for held in kv.contexts.at_rest(GPU_TIER):
                 if not held.pages.num_cold and len(held.pages) <= kv.pools[CPU_TIER].num_free:
                     kv.move_context(held, CPU_TIER)
         elif action == "forget":
