@@ -7,7 +7,8 @@ The oldest pages may lie on the CPU tier (``cold``), the newest on the GPU tier 
     hot               |h0|h1|h2|
     arriving          |a0|                  h0 is on its way down: read as h0 and held as a0 too, until the copy ends
 
-A request of one tier has all its pages in one of the two lists.
+A request of one tier has all its pages in one of the two lists. Pages that a sliding window has left behind are in
+neither: ``gone`` counts them, and the first page that is read stands at that index.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ class PageTable:
     Attributes
     ----------
     cold, hot : pages of the CPU tier and of the GPU tier that are read; the positions of ``hot`` follow on ``cold``
+    gone : oldest pages that were given back
     arriving : pages of the tier ``goes_to`` that a copy under way writes
     goes_to : that tier; None when nothing is on its way
     """
 
-    __slots__ = ("_leaving", "arriving", "cold", "goes_to", "hot")
+    __slots__ = ("_leaving", "arriving", "cold", "goes_to", "gone", "hot")
 
     def __init__(self, cold: list[int] | None = None, hot: list[int] | None = None) -> None:
         self.cold = cold or []
         self.hot = hot or []
+        self.gone = 0
         self.arriving: list[int] = []
         self.goes_to: str | None = None
         self._leaving = 0  # pages that the copy under way reads
@@ -51,7 +54,7 @@ class PageTable:
 
     @property
     def num_cold(self) -> int:
-        """Pages read on the CPU tier: the page of this index is the first of the GPU tier."""
+        """Pages read on the CPU tier."""
         return len(self.cold)
 
     @property
@@ -67,11 +70,13 @@ class PageTable:
         """The pages of a tier that nobody else may have: those that are read, and those that a copy writes."""
         return self.on(tier) + self.arriving if self.goes_to == tier else list(self.on(tier))
 
-    def tier_of(self, index: int) -> str:
-        """Where page ``index`` (counted from position 0) is read; InputError when the request has no such page."""
-        if not 0 <= index < len(self):
-            raise InputError(f"page table: page {index} of {len(self)}")
-        return CPU_TIER if index < len(self.cold) else GPU_TIER
+    def at(self, index: int) -> tuple[str, int]:
+        """Where page ``index`` (counted from position 0) is read, and its number there; InputError when the request has
+        no such page."""
+        at = index - self.gone
+        if not 0 <= at < len(self):
+            raise InputError(f"page table: page {index}, there are {self.gone} to {self.gone + len(self) - 1}")
+        return (CPU_TIER, self.cold[at]) if at < len(self.cold) else (GPU_TIER, self.hot[at - len(self.cold)])
 
     def append(self, tier: str, pages: list[int]) -> None:
         """Pages for the tokens to come. InputError on the CPU tier behind pages of the GPU tier, and while the newest
@@ -118,10 +123,24 @@ class PageTable:
         return left
 
     def cut(self, count: int) -> dict[str, list[int]]:
-        """Keep the oldest ``count`` pages; returns the others by tier. InputError while pages are on their way."""
+        """Keep pages up to index ``count``; returns the others by tier. InputError while pages are on their way."""
+        self.gone = min(self.gone, count)
+        newer = self._cut_at(count)
+        dropped = {CPU_TIER: self.cold[newer[0] :], GPU_TIER: self.hot[newer[1] :]}
+        self.cold, self.hot = self.cold[: newer[0]], self.hot[: newer[1]]
+        return dropped
+
+    def leave_behind(self, count: int) -> dict[str, list[int]]:
+        """Give back the pages before index ``count``; returns them by tier. InputError while pages are on their way."""
+        older = self._cut_at(count)
+        left = {CPU_TIER: self.cold[: older[0]], GPU_TIER: self.hot[: older[1]]}
+        self.cold, self.hot = self.cold[older[0] :], self.hot[older[1] :]
+        self.gone = max(self.gone, count)
+        return left
+
+    def _cut_at(self, index: int) -> tuple[int, int]:
+        """How many pages of each list stand before page ``index``."""
         if self.goes_to is not None:
             raise InputError(f"page table: pages are on their way to the {self.goes_to} tier")
-        keep_hot = max(0, count - len(self.cold))
-        dropped = {CPU_TIER: self.cold[count:], GPU_TIER: self.hot[keep_hot:]}
-        self.cold, self.hot = self.cold[:count], self.hot[:keep_hot]
-        return dropped
+        count = max(0, index - self.gone)
+        return min(count, len(self.cold)), max(0, count - len(self.cold))

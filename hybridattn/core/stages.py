@@ -50,8 +50,8 @@ class Segment:
     """Consecutive tokens of one request that go through all layers on the GPU in one step.
 
     ``tier`` is where their K,V goes: a prefill of a CPU-tier request computes on the GPU and hands its K,V down.
-    ``samples`` says that the logits of the last token are wanted. ``cold`` counts the oldest tokens of a GPU-tier
-    request, in whole pages, whose K,V lie on the CPU tier.
+    ``samples`` says that the logits of the last token are wanted. Tokens in whole pages, oldest first: ``gone`` ones,
+    whose pages a window has left behind, then ``cold`` ones of a GPU-tier request, whose K,V lie on the CPU tier.
     """
 
     request: RequestLike
@@ -61,16 +61,23 @@ class Segment:
     samples: bool
     prefill: bool
     cold: int = 0
+    gone: int = 0
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.start < 0:
             raise InputError(f"segment of {self.request.request_id}: start {self.start}, num_tokens {self.num_tokens}")
         if not self.prefill and (self.num_tokens != 1 or self.tier != GPU_TIER):
             raise InputError(f"segment of {self.request.request_id}: a decode row is one token of a GPU-tier request")
-        if self.cold and not (self.tier == GPU_TIER and 0 < self.cold <= self.start):
+        if self.cold and not (self.tier == GPU_TIER and 0 < self.cold and self.hot_from <= self.start):
             raise InputError(
-                f"segment of {self.request.request_id}: {self.cold} cold tokens, start {self.start}, {self.tier} tier"
+                f"segment of {self.request.request_id}: {self.cold} cold tokens after {self.gone}, start {self.start}, "
+                f"{self.tier} tier"
             )
+
+    @property
+    def hot_from(self) -> int:
+        """Position of the first key of a GPU-tier request that lies on the GPU tier."""
+        return self.gone + self.cold
 
     @property
     def loads(self) -> int:
@@ -93,7 +100,7 @@ class Batch:
     cold_kv_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kv_tokens = [s.start + 1 for s in self.segments if not s.prefill]
+        kv_tokens = [s.start + 1 - s.gone for s in self.segments if not s.prefill]
         cold = [s.cold for s in self.segments if s.cold and not s.prefill]
         split, prefills = self.segments[: len(cold)], self.segments[len(kv_tokens) :]
         if not all([s.prefill for s in prefills]):

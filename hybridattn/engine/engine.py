@@ -68,7 +68,7 @@ class Engine:
         store = None
         if open_store is not None:
             store = open_store(self._read_page, self._write_page)
-        self.kv = KVManager(config, hasattr(stages, "move"), store)
+        self.kv = KVManager(config, hasattr(stages, "move"), store, getattr(stages, "window", None))
         self.scheduler = Scheduler(config, policy, self.kv, self._ended)
         self.executor = executor_class(stages, device)(
             stages,

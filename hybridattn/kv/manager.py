@@ -11,7 +11,8 @@ context (K,V that a session left behind), or on one of the two sides of a copy u
 
 The oldest pages of a request that decodes on the GPU tier may go down, and the newest of those come up, while it
 decodes on (``move_pages``): nothing is written to them any more, and they are read where they were until the copy has
-ended.
+ended. Where every layer has a sliding window, pages that the widest has left behind are given back, on either tier;
+those of a session stay, for its next turn may begin anywhere.
 
 Bookkeeping only: the bytes live in ``hybridattn.kv.storage``, copies are the executor's, queues are the scheduler's.
 """
@@ -71,16 +72,20 @@ class KVManager:
     Attributes
     ----------
     can_move : K,V can be copied between the tiers
+    window : positions that a query attends to at most, its own included; None: all
     pools : the free pages of each tier
     prefixes : what names pages that requests may share; None where they do not
     contexts : K,V that sessions left behind
     under_way : moves begun and not known to have arrived
     """
 
-    __slots__ = ("_begun", "_page", "can_move", "contexts", "pools", "prefixes", "under_way")
+    __slots__ = ("_begun", "_page", "can_move", "contexts", "pools", "prefixes", "under_way", "window")
 
-    def __init__(self, config: EngineConfig, can_move: bool = False, store: PageStore | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, can_move: bool = False, store: PageStore | None = None, window: int | None = None
+    ) -> None:
         self.can_move = can_move
+        self.window = window
         self._page = config.page_size
         self.pools = {
             GPU_TIER: BlockPool(GPU_TIER, config.gpu_kv_blocks, config.page_size),
@@ -94,11 +99,12 @@ class KVManager:
     # -- counts ------------------------------------------------------------------------------------------------------
 
     def need(self, request: Request) -> int:
-        """Pages of all its known tokens."""
-        return blocks_for(request.num_tokens, self._page)
+        """Pages of all its known tokens, but for those that a window has left behind."""
+        holder = self.contexts.preempted(request) if self.contexts else None
+        return blocks_for(request.num_tokens, self._page) - (holder or request).pages.gone
 
     def need_at_most(self, request: Request) -> int:
-        """Pages of all tokens that it may ever hold."""
+        """Pages of all tokens that it may ever hold, whatever a window leaves behind: it may begin anew."""
         return blocks_for(request.max_cached, self._page)
 
     def free(self, tier: str) -> int:
@@ -163,7 +169,7 @@ class KVManager:
         be computed again otherwise."""
         self.computed(request)
         count = blocks_for(request.num_computed, self._page)
-        fits = count - request.pages.num_cold <= self.pools[CPU_TIER].num_free
+        fits = count - request.pages.gone - request.pages.num_cold <= self.pools[CPU_TIER].num_free
         if not (count and fits and request.tier == GPU_TIER and self.can_move):
             self.give_back(request)
             return
@@ -179,9 +185,12 @@ class KVManager:
 
     def cut(self, request: Request, tokens: int) -> None:
         """Free its pages behind those of its first ``tokens`` tokens."""
-        if len(request.pages) > (count := blocks_for(tokens, self._page)):
-            for tier, pages in request.pages.cut(count).items():
-                self.pools[tier].free(pages)
+        if request.pages.gone + len(request.pages) > (count := blocks_for(tokens, self._page)):
+            self._free(request.pages.cut(count))
+
+    def _free(self, pages: dict[str, list[int]]) -> None:
+        for tier, dropped in pages.items():
+            self.pools[tier].free(dropped)
 
     def _take(self, tier: str, count: int) -> list[int]:
         """``count`` pages; contexts give theirs up where too few are free."""
@@ -223,8 +232,7 @@ class KVManager:
         assert self.prefixes is not None
         whole = request.num_computed // self._page
         if request.num_computed % self._page:
-            at = request.pages.tier_of(whole)
-            last = request.pages.on(at)[whole if at == CPU_TIER else whole - request.pages.num_cold]
+            at, last = request.pages.at(whole)
             if self.pools[at].holders(last) > 1 or self.pools[at].name_of(last) is not None:
                 request.num_computed = whole * self._page
                 self.cut(request, request.num_computed)
@@ -259,13 +267,18 @@ class KVManager:
     # -- a request grows ---------------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, victims: Victims) -> bool:
-        """See to the page of a request's newest token; False when it must wait for one, or had to give its own.
+        """See to the page of a request's newest token, and give back what a window has left behind; False when it must
+        wait for one, or had to give its own.
 
         When the tier is full, pages are asked for in this order: those that are on their way back, contexts, the
         youngest request of the tier. So the oldest one always advances.
         """
         table, tier = request.pages, request.tier
-        while (len(table.cold) + len(table.hot)) * self._page < len(request.token_ids):
+        if self.window is not None and not request.keep and table.goes_to is None:
+            behind = (len(request.token_ids) - self.window) // self._page
+            if behind > table.gone:
+                self._free(table.leave_behind(behind))
+        while (table.gone + len(table.cold) + len(table.hot)) * self._page < len(request.token_ids):
             if self.pools[tier].num_free:
                 table.append(tier, self.pools[tier].allocate(1))
             elif not self._make_room(request, victims):
@@ -298,7 +311,7 @@ class KVManager:
                 request.pages.append(GPU_TIER, self.pools[GPU_TIER].allocate(missing))
 
     def _missing(self, request: Request, more: int) -> int:
-        return blocks_for(request.num_tokens + more, self._page) - len(request.pages)
+        return blocks_for(request.num_tokens + more, self._page) - request.pages.gone - len(request.pages)
 
     # -- between the tiers -------------------------------------------------------------------------------------------
 
@@ -322,7 +335,7 @@ class KVManager:
         """``count`` pages of the other tier go to ``room`` pages of ``tier``, or to as many where others lie there."""
         table = request.pages
         pages = tuple(table.hot[:count] if tier == CPU_TIER else table.cold[-count:])
-        first = len(table.cold) - (0 if tier == CPU_TIER else count)
+        first = table.gone + len(table.cold) - (0 if tier == CPU_TIER else count)
         tokens = min(request.num_computed, (first + count) * self._page) - first * self._page
         if tier == CPU_TIER:
             table.move_down(count, self._take(tier, room))

@@ -73,10 +73,10 @@ class Prefixes:
         """Name the whole pages of a request whose K,V it has."""
         if not request.pages:
             return
-        cold = request.pages.num_cold
-        for i, name in enumerate(self.names(request)[: request.num_computed // self._page]):
-            tier = request.pages.tier_of(i)
-            self._pools[tier].name(request.pages.on(tier)[i if tier == CPU_TIER else i - cold], name)
+        names, gone = self.names(request)[: request.num_computed // self._page], request.pages.gone
+        for i, name in enumerate(names[gone:], gone):
+            tier, page = request.pages.at(i)
+            self._pools[tier].name(page, name)
 
     def doubt(self, request: Request) -> None:
         """Nobody finds the pages of a request that failed."""

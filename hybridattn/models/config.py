@@ -113,6 +113,12 @@ class DecoderConfig:
             raise InputError(f"rms_norm_eps must be positive, got {self.rms_norm_eps}")
 
     @property
+    def widest_window(self) -> int | None:
+        """Last positions that any layer attends to; None where one attends to all."""
+        widest = [w for w in self.layer_windows if w is not None]
+        return max(widest) if len(widest) == len(self.layer_windows) else None
+
+    @property
     def fused_on_disk(self) -> bool:
         """Checkpoints hold q, k and v as one tensor, and gate and up as another."""
         return self.architecture == "phi3"

@@ -99,6 +99,6 @@ def decode_tables(decodes: list[Segment], page_size: int) -> tuple[np.ndarray, n
     """What decode rows attend to on the GPU: block table int32 ``[n, max_pages]``, keys int32 ``[n]`` with the new
     token, its slots int64 ``[n]``, and the positions int64 ``[n]`` of the first keys."""
     table = block_table([s.request.pages.hot for s in decodes])
-    lens = np.array([s.start + 1 - s.cold for s in decodes], np.int32)
-    mapping = np.array([slots(s.request.pages.hot, s.start - s.cold, 1, page_size)[0] for s in decodes], np.int64)
-    return table, lens, mapping, np.array([s.cold for s in decodes], np.int64)
+    lens = np.array([s.start + 1 - s.hot_from for s in decodes], np.int32)
+    mapping = np.array([slots(s.request.pages.hot, s.start - s.hot_from, 1, page_size)[0] for s in decodes], np.int64)
+    return table, lens, mapping, np.array([s.hot_from for s in decodes], np.int64)

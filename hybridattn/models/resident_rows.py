@@ -123,7 +123,7 @@ class ResidentRows:
         positions[:] = [s.start for s in segments]
         self._tokens[:n] = [s.request.token_ids[s.start] for s in segments]
         entries = self._follow_pages([s.request.pages.hot for s in segments])
-        newest = positions - [s.cold for s in segments]  # counted from the first key on the card
+        newest = positions - [s.hot_from for s in segments]  # counted from the first key on the card
         pages = self._table[np.arange(n), newest // self._page]
         self._slots[:n] = pages.astype(np.int64) * self._page + newest % self._page
         self._slots[n:before] = -1

@@ -73,6 +73,7 @@ class TorchStages:
         self.num_layers = shape.num_layers
         self.config = config
         self.model_config = model.config
+        self.window = model.config.widest_window
         self._weights = model.weights
         self.cost = ModelCost(shape, DTYPE_NAMES[model.weights.dtype], kv_dtype)
         self.sm_scale = shape.head_dim**-0.5
@@ -101,7 +102,8 @@ class TorchStages:
     def _plan_cold(self, split: Sequence[Segment]) -> dict:
         table = block_table([s.request.pages.cold for s in split])
         lens = np.array([s.cold for s in split], np.int32)
-        return self._plan_decodes(table, lens, query_pos=np.array([s.start for s in split], np.int64))
+        first, newest = (np.array(at, np.int64) for at in zip(*[(s.gone, s.start) for s in split], strict=True))
+        return self._plan_decodes(table, lens, key_start=first, query_pos=newest)
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         rows, to_device = micro_batch.rows, self.gpu_tier.to_device
@@ -115,12 +117,10 @@ class TorchStages:
         rows, page = micro_batch.rows, self.config.page_size
         alive = [i not in micro_batch.dead for i in range(len(rows))]
         table = block_table([r.request.pages.cold if a else [] for r, a in zip(rows, alive, strict=True)])
-        lens = np.array([r.position + 1 if a else 0 for r, a in zip(rows, alive, strict=True)], np.int32)
+        at = [r.position - r.request.pages.gone * page for r in rows]  # in the pages that are read
+        lens = np.array([n + 1 if a else 0 for n, a in zip(at, alive, strict=True)], np.int32)
         mapping = np.array(
-            [
-                slots(r.request.pages.cold, r.position, 1, page)[0] if a else -1
-                for r, a in zip(rows, alive, strict=True)
-            ],
+            [slots(r.request.pages.cold, n, 1, page)[0] if a else -1 for r, n, a in zip(rows, at, alive, strict=True)],
             np.int64,
         )
         plan, n = self._plans[micro_batch.number], len(rows)

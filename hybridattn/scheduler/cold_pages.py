@@ -67,7 +67,7 @@ class ColdPages:
         free = self._kv.free(CPU_TIER)
         begun = False
         for request in reversed(self._queues.decoding):
-            newest = min((request.num_tokens - 1) // self._page, len(request.pages) - 1)
+            newest = min((request.num_tokens - 1) // self._page - request.pages.gone, len(request.pages) - 1)
             full = newest - len(request.pages.cold)
             move = min(count, full, free, MOST_MOVED)
             if move > 0 and request.at_rest:

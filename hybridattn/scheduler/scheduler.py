@@ -111,7 +111,7 @@ class Scheduler:
         """GPU rows whose page is there, oldest request first, but those with cold pages before the others."""
         reserve, victims, page = self._kv.reserve, self._victims, self._config.page_size
         rows = [
-            Segment(r, GPU_TIER, r.num_tokens - 1, 1, samples=True, prefill=False, cold=len(r.pages.cold) * page)
+            Segment(r, GPU_TIER, r.num_tokens - 1, 1, True, False, len(r.pages.cold) * page, r.pages.gone * page)
             for r in tuple(self.queues.decoding)
             if r.state is State.DECODE and reserve(r, victims)
         ]

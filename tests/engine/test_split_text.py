@@ -15,6 +15,7 @@ from scaled_model import scaled
 import cpu_kernels
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.op import CPU
+from hybridattn.core.page_table import PageTable
 from hybridattn.core.params import SamplingParams
 from hybridattn.core.trace import violations
 from hybridattn.devices.host import HostDevice
@@ -23,7 +24,7 @@ from hybridattn.engine.engine import Engine
 from hybridattn.models.host_tier import HostRows
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
-from hybridattn.policies.fixed import GpuOnly
+from hybridattn.policies.fixed import GpuOnly, SyncOffload
 from hybridattn.policies.split import Split
 
 JOBS = [([3, 1, 4, 1, 5], 30), ([9, 2, 7] * 25, 12), ([5, 3, 5, 8, 9, 7, 9] * 7, 20)]
@@ -76,6 +77,21 @@ def test_ids_are_the_same_over_int8_pages(model, whole):
 @settings(max_examples=8, deadline=None)
 def test_ids_are_the_same_while_pages_move(model, whole, seed, gpu):
     assert answers(model, sim(seed), Split(), gpu=gpu, cpu=14) == whole["fp32"]
+
+
+@pytest.mark.parametrize("device", [sim, HostDevice])
+def test_ids_are_the_same_when_windows_give_pages_back(model, device, monkeypatch):
+    """Windows in all layers: what the widest has left behind is given back on either tier, and nobody reads it."""
+    config = replace(model.config, layer_windows=(20, 40))
+    narrow = replace(model, config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(config), "widest_window", None)
+        want = answers(narrow, sim(), GpuOnly())
+    given_back, leave_behind = [], PageTable.leave_behind
+    monkeypatch.setattr(PageTable, "leave_behind", lambda t, n: given_back.append(leave_behind(t, n)) or given_back[-1])
+    for policy in (GpuOnly(), Split(), Split(cold_share=0.75, even_if_it_fits=True), SyncOffload(1.0)):
+        assert answers(narrow, device(), policy, gpu=7) == want
+    assert {tier for left in given_back for tier, pages in left.items() if pages} == {"gpu", "cpu"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,6 +18,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("up"), st.integers(1, 4), st.integers(0, 2)),
     st.tuples(st.just("arrive"), st.just(0), st.just(0)),
     st.tuples(st.just("cut"), st.integers(0, 6), st.just(0)),
+    st.tuples(st.just("leave"), st.integers(0, 6), st.just(0)),
 )
 
 
@@ -31,7 +32,7 @@ def refused(table, action, first, count):
         source = table.hot if action == "down" else table.cold
         whole = first == len(source) if action == "down" else not table.hot
         return moving or first > len(source) or (count > 0 and not whole)
-    return action == "cut" and moving
+    return action in ("cut", "leave") and moving
 
 
 def leaving(table):
@@ -49,7 +50,9 @@ def test_after_every_operation_each_page_is_held_once_or_free(actions):
         wrong = refused(table, action, first, count)
         tier = {"append": first, "down": CPU_TIER, "up": GPU_TIER}.get(action, CPU_TIER)
         new = (
-            pools[tier].allocate(count + (first if action in ("down", "up") else 0)) if count or action != "cut" else []
+            pools[tier].allocate(count + (first if action in ("down", "up") else 0))
+            if count or action not in ("cut", "leave")
+            else []
         )
         try:
             if action == "append":
@@ -63,6 +66,9 @@ def test_after_every_operation_each_page_is_held_once_or_free(actions):
                 pools[source].free(table.arrive())
             elif action == "cut":
                 for where, pages in table.cut(first).items():
+                    pools[where].free(pages)
+            elif action == "leave":
+                for where, pages in table.leave_behind(first).items():
                     pools[where].free(pages)
         except InputError:
             assert wrong, (action, first, count)
@@ -79,7 +85,8 @@ def check(table, pools):
     for tier, pool in pools.items():
         held = table.held(tier)
         assert len(held) == len(set(held)) and len(held) + pool.num_free == pool.num_blocks
-    assert [table.tier_of(i) for i in range(len(table))] == [CPU_TIER] * table.num_cold + [GPU_TIER] * len(table.hot)
+    pages = [*((CPU_TIER, page) for page in table.cold), *((GPU_TIER, page) for page in table.hot)]
+    assert [table.at(i) for i in range(table.gone, table.gone + len(table))] == pages
     assert len(table) == len(table.on(CPU_TIER)) + len(table.on(GPU_TIER))
 
 
@@ -90,7 +97,7 @@ def test_the_oldest_pages_go_down_and_the_newest_of_those_come_up_again():
     table.append(GPU_TIER, [4])  # and its request goes on meanwhile
     assert table.arrive() == [0, 1]
     assert (table.cold, table.hot, table.num_cold) == ([10, 11], [2, 3, 4], 2)
-    assert [table.tier_of(i) for i in range(5)] == [CPU_TIER] * 2 + [GPU_TIER] * 3
+    assert [table.at(i) for i in (1, 2, 4)] == [(CPU_TIER, 11), (GPU_TIER, 2), (GPU_TIER, 4)]
     table.move_up(1, [9])
     assert table.arrive() == [11]
     assert (table.cold, table.hot) == ([10], [9, 2, 3, 4])
@@ -124,6 +131,9 @@ def test_what_a_table_refuses():
         table.move_down(3, [7, 8, 9])
     with pytest.raises(InputError, match="1 pages cannot move to 2 of the gpu tier"):
         table.move_up(1, [7, 8])
-    with pytest.raises(InputError, match="page 3 of 3"):
-        table.tier_of(3)
-    assert table.cut(1) == {CPU_TIER: [], GPU_TIER: [2, 3]} and table.cold == [1]
+    with pytest.raises(InputError, match="page 3, there are 0 to 2"):
+        table.at(3)
+    assert table.leave_behind(2) == {CPU_TIER: [1], GPU_TIER: [2]} and (table.gone, table.hot) == (2, [3])
+    with pytest.raises(InputError, match="page 1, there are 2 to 2"):
+        table.at(1)
+    assert table.cut(3) == {CPU_TIER: [], GPU_TIER: []} and table.cut(0)[GPU_TIER] == [3] and table.gone == 0

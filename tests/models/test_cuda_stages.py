@@ -23,6 +23,7 @@ from hybridattn import LLM
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.op import D2H, GPU, H2D
+from hybridattn.core.page_table import PageTable
 from hybridattn.core.params import SamplingParams
 from hybridattn.core.trace import violations
 from hybridattn.devices.cuda import CudaDevice
@@ -181,12 +182,20 @@ def test_tokens_survive_forced_preemption(model):
         assert sum(r.preemptions for r in engine.take_records().requests) > 0
 
 
-def test_a_sliding_window_reaches_both_tiers():
-    config = replace(load("dummy:tiny").config, layer_windows=(None, 7, 19))
-    model = scaled(config)
-    want, _ = answers(HostDevice(), model, GpuOnly())
-    for policy in ("gpu_only", "async_overlap"):
+@pytest.mark.parametrize("windows", [(None, 7, 19), (9, 7, 19)], ids=["some layers", "all layers"])
+def test_a_sliding_window_reaches_both_tiers(windows, monkeypatch):
+    """Where all layers have one, pages that the widest has left behind are given back; on the host none are, here."""
+    model = scaled(replace(load("dummy:tiny").config, layer_windows=windows))
+    given_back = []
+    leave_behind = PageTable.leave_behind
+    monkeypatch.setattr(PageTable, "leave_behind", lambda t, n: given_back.append(n) or leave_behind(t, n))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.config), "widest_window", None)
+        want, _ = answers(HostDevice(), model, GpuOnly())
+    assert given_back == []
+    for policy in ("gpu_only", "async_overlap", "split"):
         assert answers(CudaDevice(runtime=FakeCuda(7)), model, POLICIES[policy]())[0] == want
+    assert bool(given_back) == all(windows)
 
 
 def test_sampled_rows_get_the_hosts_draws(model):

@@ -26,11 +26,11 @@ def laid_out(window, lengths):
 
 
 def check(rows, segments):
-    lengths = [s.start + 1 - s.cold for s in segments] + [0] * (ROWS - len(segments))
+    lengths = [s.start + 1 - s.hot_from for s in segments] + [0] * (ROWS - len(segments))
     for i, s in enumerate(segments):
         pages = s.request.pages.hot
         assert rows.table[i, : len(pages)].tolist() == pages
-        newest = s.start - s.cold
+        newest = s.start - s.hot_from
         assert rows.slots[i] == pages[newest // PAGE] * PAGE + newest % PAGE
     assert (rows.slots[len(segments) :] == -1).all() and np.array_equal(rows.host_slots, rows.slots)
     assert rows._ids[:, : len(segments)].tolist() == [
@@ -67,17 +67,20 @@ def test_what_is_written_is_what_a_new_plan_would_lay_out(data):
             alive.append(SimpleNamespace(request_id="r", pages=table, token_ids=list(range(7, 7 + length))))
         for request in alive:
             if data.draw(st.integers(0, 5)) == 0:
-                request.pages = PageTable(request.pages.cold, [next(fresh) for _ in request.pages.hot])
+                request.pages.hot = [next(fresh) for _ in request.pages.hot]
         segments = tuple(
-            Segment(r, "gpu", len(r.token_ids) - 1, 1, True, False, PAGE * len(r.pages.cold)) for r in alive
+            Segment(r, "gpu", len(r.token_ids) - 1, 1, True, False, PAGE * len(r.pages.cold), PAGE * r.pages.gone)
+            for r in alive
         )
         rows.plan(segments)()
         check(rows, segments)
         for request in alive:
             for _ in range(data.draw(st.sampled_from([1, 1, 1, 2]))):
                 request.token_ids.append(len(request.token_ids))
-            if len(request.pages) * PAGE < len(request.token_ids):
+            if (request.pages.gone + len(request.pages)) * PAGE < len(request.token_ids):
                 request.pages.append("gpu", [next(fresh)])
+            if len(request.pages.hot) > 1 and data.draw(st.integers(0, 4)) == 0:  # a window leaves pages behind
+                request.pages.leave_behind(request.pages.gone + len(request.pages.cold) + 1)
         alive = [r for r in alive if len(r.token_ids) < LONGEST and data.draw(st.integers(0, 4))]
         if data.draw(st.booleans()):
             alive.reverse()

@@ -77,8 +77,8 @@ def serve(engine, jobs, abort=lambda step: None, **options):
     return [r.token_ids[r.num_prompt :] for r in requests], most
 
 
-def right(jobs):
-    return [reference(p, n, LAYERS) for p, n in jobs]
+def right(jobs, window=None):
+    return [reference(p, n, LAYERS, window) for p, n in jobs]
 
 
 @given(
@@ -98,6 +98,53 @@ def test_tokens_hold_for_every_share_and_order(seed, policy, tight):
     jobs = jobs_of(seed)
     engine = build(policy(), seed, **({"gpu": 8, "cpu": 4} if tight else {"gpu": 9, "cpu": 30}))
     assert serve(engine, jobs)[0] == right(jobs)
+
+
+class Windowed(MovingToyStages):
+    window = 40
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(
+        [Split, Mixed, lambda: Split(cold_share=0.5, even_if_it_fits=True), GpuOnly, lambda: AsyncOverlap(0.5)]
+    ),
+)
+@settings(max_examples=30, deadline=None)
+def test_pages_that_a_window_has_left_behind_are_given_back(seed, policy):
+    """On both tiers, while others move, and with preemptions: a row that decodes holds what its window needs."""
+    jobs = jobs_of(seed)
+    engine = build(policy(), seed, gpu=9, cpu=12, stages=Windowed)
+    run = engine.executor.run
+
+    def watched(batch, idle, view=None):
+        rows = [s.request for s in batch.segments if not s.prefill] if batch is not None else []
+        for r in [*rows, *(row.request for row in idle)]:
+            still = len(r.pages.arriving) > 0  # a page on its way stays until it has come
+            assert still or len(r.pages) <= 2 + Windowed.window // PAGE
+        return run(batch, idle, view)
+
+    engine.executor.run = watched
+    assert serve(engine, jobs)[0] == right(jobs, Windowed.window)
+
+
+def test_what_a_window_leaves_behind_is_room_for_others():
+    """Two requests of 11 pages at the end on 11: nobody is preempted."""
+    jobs = [([i] * 30, 140) for i in range(2)]
+    for policy in (GpuOnly(), Split()):
+        engine = build(policy, gpu=11, cpu=2, stages=Windowed)
+        assert serve(engine, jobs)[0] == right(jobs, Windowed.window)
+        assert [r.preemptions for r in engine.take_records().requests] == [0, 0]
+
+
+def test_a_session_keeps_what_its_next_turn_may_attend_to():
+    engine = build(GpuOnly(), gpu=20, stages=Windowed)
+    first = engine.add([3] * 60, 30, session="s")
+    engine.run()
+    assert len(first.pages) == 6
+    turn = engine.add([3] * 60 + [7], 5, session="s")
+    engine.run()
+    assert engine.kv.contexts.reused_tokens == 60 and turn.token_ids[61:] == reference([3] * 60 + [7], 5, LAYERS, 40)
 
 
 def test_pages_go_down_as_rows_grow_and_nobody_is_preempted():

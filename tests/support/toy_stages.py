@@ -34,8 +34,8 @@ def merge(cold: int, hot: Sequence[int]) -> int:
     return cold
 
 
-def reference(prompt: Sequence[int], count: int, num_layers: int) -> list[int]:
-    """The first ``count`` output tokens of the toy model."""
+def reference(prompt: Sequence[int], count: int, num_layers: int, window: int | None = None) -> list[int]:
+    """The first ``count`` output tokens of the toy model, whose queries see the last ``window`` positions."""
     tokens: list[int] = []
     kv: list[list[int]] = [[] for _ in range(num_layers)]
     for position in range(len(prompt) + count - 1):
@@ -43,7 +43,7 @@ def reference(prompt: Sequence[int], count: int, num_layers: int) -> list[int]:
         x = mix(token, position)
         for layer in range(num_layers):
             kv[layer].append(mix(x, layer, 2))
-            x = mix(x, attend(mix(x, layer, 1), kv[layer]), layer)
+            x = mix(x, attend(mix(x, layer, 1), kv[layer][-window:] if window else kv[layer]), layer)
         if position >= len(prompt) - 1:
             tokens.append(x % VOCAB)
     return tokens
@@ -64,6 +64,8 @@ class Pages:
 
 
 class ToyStages:
+    window: int | None = None
+
     def __init__(self, num_layers: int, gpu_blocks: int, cpu_blocks: int, page_size: int, max_rows: int) -> None:
         self.num_layers = num_layers
         self.gpu = Pages(num_layers, gpu_blocks, page_size)
@@ -77,7 +79,7 @@ class ToyStages:
         self.cold_q: list[int] = []  # of the split rows, on the host
         self.cold_out: list[int] = []
         self.cold_up: list[int] = []  # on the device
-        self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # micro-batch -> (blocks, position, dead)
+        self.plans: dict[int, list[tuple[list[int], int, bool]]] = {}  # micro-batch -> (blocks, place in them, dead)
         self.tokens: dict[int, list[int]] = {}
         self.open_micro_batches = 0
 
@@ -85,12 +87,12 @@ class ToyStages:
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
-        self.rows = []  # (segment index, position, token, blocks, cold) of every GPU row
+        self.rows = []  # (segment index, position, token, blocks, position of the first key in them) of every GPU row
         self.state: dict[str, list] = {"x": [], "q": [], "out": []}
         self.kv: dict[int, list[int]] = {}
         for i, s in enumerate(batch.segments):
             for p in range(s.start, s.start + s.num_tokens):
-                self.rows.append((i, p, s.request.token_ids[p], list(s.request.pages.on(s.tier)), s.cold))
+                self.rows.append((i, p, s.request.token_ids[p], list(s.request.pages.on(s.tier)), s.hot_from))
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         self.open_micro_batches += 1
@@ -99,7 +101,9 @@ class ToyStages:
 
     def replan(self, micro_batch: MicroBatch) -> None:
         self.plans[micro_batch.number] = [
-            ([] if i in micro_batch.dead else list(r.request.pages.cold), r.position, i in micro_batch.dead)
+            ([], r.position, True)
+            if i in micro_batch.dead
+            else (list(r.request.pages.cold), r.position - r.request.pages.gone * self.cpu.page_size, False)
             for i, r in enumerate(micro_batch.rows)
         ]
 
@@ -114,21 +118,27 @@ class ToyStages:
 
         def run() -> None:
             state["out"] = []
-            for (i, p, _, blocks, cold), q, own in zip(rows, state["q"], kv[layer], strict=True):
+            for (i, p, _, blocks, first), q, own in zip(rows, state["q"], kv[layer], strict=True):
                 s = batch.segments[i]
                 if s.tier == GPU_TIER:
-                    self.gpu.values[layer][self.gpu.slot(blocks, p - cold)] = own
-                    seen = self.gpu.read(layer, blocks, p + 1 - cold)
-                    if cold and not s.prefill:
-                        state["out"].append(seen)  # until the merge
+                    self.gpu.values[layer][self.gpu.slot(blocks, p - first)] = own
+                    seen = self.gpu.read(layer, blocks, p + 1 - first)
+                    if s.cold and not s.prefill:
+                        state["out"].append(self.last(seen, p))  # until the merge
                         continue
-                    seen = self.staging[:cold] + seen
+                    seen = self.staging[: s.cold] + seen
                 else:
                     mine = [v for (j, *_), v in zip(rows, kv[layer], strict=True) if j == i]
                     seen = (self.staging[: s.start] + mine)[: p + 1]
-                state["out"].append(attend(q, seen))
+                state["out"].append(attend(q, self.last(seen, p)))
 
         return Op("attention", GPU, Work("decode_attention", 0, 0, len(rows)), run, layer=layer)
+
+    def last(self, values: list[int], newest: int, end: int | None = None) -> list[int]:
+        """Those of ``values``, which stand up to position ``end``, by default ``newest``, that a query at ``newest``
+        sees."""
+        behind = (newest if end is None else end) - newest
+        return values if self.window is None else values[max(0, len(values) - max(0, self.window + behind)) :]
 
     def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         state, kv, rows = (self.state, self.kv, self.rows) if batch is not None else ({}, {}, [])
@@ -179,14 +189,14 @@ class ToyStages:
         plan, layer = self.plans[micro_batch.number], micro_batch.layer
 
         def run() -> None:
-            for k, (blocks, position, dead) in enumerate(plan):
+            for k, (blocks, at, dead) in enumerate(plan):
                 slot = micro_batch.first_slot + k
                 if dead:
                     self.host_out[slot] = 0
                     continue
                 q, own = self.host_qkv[slot]
-                self.cpu.values[layer][self.cpu.slot(blocks, position)] = own
-                self.host_out[slot] = attend(q, self.cpu.read(layer, blocks, position + 1))
+                self.cpu.values[layer][self.cpu.slot(blocks, at)] = own
+                self.host_out[slot] = attend(q, self.last(self.cpu.read(layer, blocks, at + 1), at))
 
         op = self._micro_batch_op("cpu_attention", CPU, "decode_attention", micro_batch, run)
         op.priority = priority
@@ -210,10 +220,11 @@ class ToyStages:
         return self._split_op("send_q", D2H, "copy", layer, batch, run)
 
     def cold_attention(self, layer: int, batch: Batch) -> Op:
-        parts = [(list(s.request.pages.cold), s.cold) for s in batch.split]
+        parts = [(s, list(s.request.pages.cold)) for s in batch.split]
 
         def run() -> None:
-            self.cold_out = [attend(q, self.cpu.read(layer, *part)) for q, part in zip(self.cold_q, parts, strict=True)]
+            seen = [self.last(self.cpu.read(layer, pages, s.cold), s.start, s.hot_from - 1) for s, pages in parts]
+            self.cold_out = [attend(q, values) for q, values in zip(self.cold_q, seen, strict=True)]
 
         return self._split_op("cold_attention", CPU, "decode_attention", layer, batch, run)
 
