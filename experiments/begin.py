@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.also import remember
 from experiments.composed import difference
+from experiments.published import published_rows
 from experiments.wording import among, literal
 from hybridattn.analysis.results import ResultFolder, check_name
 from hybridattn.analysis.series import Question
@@ -45,11 +46,9 @@ def begin(config: DictConfig, points: Sequence[str] = (), composed: Mapping[str,
         if config.point:
             folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit(), "began": _now()})
     if config.point:
-        asked = questions_of(config.analysis)
-        folder.write_json(
-            ASKED,
-            {"title": config.title, "question": config.question, "asked": [asdict(question) for question in asked]},
-        )
+        asked, analysis = [asdict(question) for question in questions_of(config.analysis)], config.analysis
+        beside = {"theory": analysis.theory, "published": published_rows(analysis.published)}
+        folder.write_json(ASKED, {"title": config.title, "question": config.question, "asked": asked, **beside})
     if config.beside:
         remember(ResultFolder.open(Path(config.beside)), folder, config_name)
     _write_there(config, folder.path)

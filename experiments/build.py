@@ -14,9 +14,9 @@ from experiments.schema import App, Target
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.machine import machine
+from hybridattn.cost.parallel import parallel_machine
 from hybridattn.cost.pricing import Pricing
-from hybridattn.cost.profile import load_profile
+from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.room import Room, room
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
@@ -30,8 +30,14 @@ ROOT = Path(__file__).parents[1]
 
 def pricing_of(app: App) -> Pricing:
     """Prices of the machine of ``hardware``."""
+    return parallel_machine(*profiles_of(app), app.hardware.gpus, cost_of(app))
+
+
+def profiles_of(app: App) -> tuple[Profile, Profile, Profile]:
+    """GPU, CPU and link of ``hardware``."""
     h = app.hardware
-    return machine(profile_name(h.gpu), profile_name(h.cpu), profile_name(h.link))
+    gpu, cpu, link = (load_profile(profile_name(getattr(h, role)), role) for role in ("gpu", "cpu", "link"))
+    return gpu, cpu, link
 
 
 def profile_name(name: str) -> str:
@@ -48,8 +54,8 @@ def cost_of(app: App) -> ModelCost:
 
 def kv_room(app: App) -> Room:
     """Room for K,V on the GPU and on the CPU tier: as configured, else what fits beside the weights, which must fit."""
-    h, cost = app.hardware, cost_of(app)
-    found = room(load_profile(profile_name(h.gpu), "gpu"), load_profile(profile_name(h.cpu), "cpu"), cost)
+    h, (card, host, _) = app.hardware, profiles_of(app)
+    found = room(card, host, cost_of(app), h.gpus)
     gpu, cpu = (
         held if tokens is None else tokens * found.token_bytes
         for held, tokens in ((found.gpu_bytes, h.gpu_kv_tokens), (found.cpu_bytes, h.cpu_kv_tokens))

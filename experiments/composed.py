@@ -57,6 +57,9 @@ def check(config: DictConfig) -> None:
     for what in ("runner", "point"):
         if config[what]:
             find(config[what], what).settings(config.settings)
+    gpus = config.hardware.gpus
+    if gpus != 1 and config.device.name != "sim":
+        raise InputError(f"hardware.gpus={gpus} is for the device sim: {config.device.name} has one GPU")
     if config.point:
         verdict_of(config)
 

@@ -11,10 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.findings import busy_lines, panel_lines, verdict_lines
-from experiments.published import published_lines
-from experiments.theory import theory_lines
 from hybridattn.analysis.crossing import Crossing
-from hybridattn.analysis.figure import draw_sweep
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.analysis.series import Panel, Question, good, origin_of, without_copies
 from hybridattn.analysis.sweep_results import SweepResults
@@ -43,7 +40,7 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
     lines = busy_lines(results.rows)
     if question is not None and panels:
         folder.write_json("crossovers.json", {label: _plain(c, question) for label, c in found.items()})
-        _draw(folder, config, question, panels, found)
+        results.draw(question, _pictures(folder, config.name))
         bare = not own and not results.outcomes()
         lines += [li for p in panels for li in panel_lines(p, question, found[p.label], config.analysis, bare)]
         lines += _further(results, config)
@@ -72,27 +69,13 @@ def print_outcomes(results: SweepResults, console: Console) -> None:
     wide.print(table, highlight=False, markup=False)
 
 
-def _draw(
-    folder: ResultFolder,
-    config: DictConfig,
-    question: Question,
-    panels: list[Panel],
-    found: dict[str, dict[str, Crossing]],
-) -> None:
-    """The figure of the question."""
-    lines = {p.label: [*theory_lines(config.analysis.theory, p, question),
-                       *published_lines(config.analysis.published, p, question)] for p in panels}  # fmt: skip
-    chosen = {label: c[question.candidate] for label, c in found.items() if question.candidate in c}
-    draw_sweep(panels, question, _pictures(folder, config.name), title=config.title, crossings=chosen, lines=lines)
-
-
 def _further(results: SweepResults, config: DictConfig) -> list[str]:
     """Figures of the further columns, and what a ladder says of them."""
     lines = []
     for more, question in zip(config.analysis.more, results.asked[1:], strict=True):
         panels = results.panels(question)
         if panels:
-            draw_sweep(panels, question, _pictures(results.folder, f"{config.name}_{question.y}"), title=config.title)
+            results.draw(question, _pictures(results.folder, f"{config.name}_{question.y}"))
             lines += [line for p in panels for line in (panel_lines(p, question, {}, more) if more.enough else ())]
     return lines
 

@@ -14,7 +14,7 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import SUSTAINED_DRAM, machine
 from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.cost.pricing import Pricing
-from hybridattn.cost.profile import Quantity, load_profile
+from hybridattn.cost.profile import Profile, Quantity, load_profile
 from hybridattn.cost.roofline import Efficiency
 from hybridattn.cost.room import check_context, room
 from hybridattn.cost.stages_cost import ModelCost
@@ -112,11 +112,15 @@ def open_sim(pricing: Pricing) -> SimDevice:
 
 
 def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float, cpu_launch_ns: int | None = None) -> Pricing:
-    """The machine with CPU attention at ``cpu_gb_s`` (10^9 bytes of K,V a second).
+    """The machine with CPU attention as :func:`cpu_at` says."""
+    return machine(gpu, cpu_at(load_profile(cpu, "cpu"), cpu_gb_s, cpu_launch_ns), link)
+
+
+def cpu_at(part: Profile, cpu_gb_s: float, cpu_launch_ns: int | None = None) -> Profile:
+    """A CPU with attention at ``cpu_gb_s`` (10^9 bytes of K,V a second).
 
     ``cpu_launch_ns`` is what comes before each CPU attention; default the profile's.
     """
-    part = load_profile(cpu, "cpu")
     quantities = dict(part.quantities)
     if cpu_launch_ns is not None:
         quantities["launch"] = Quantity(float(cpu_launch_ns), "ns", "assumed", "set by the experiment")
@@ -128,4 +132,4 @@ def pricing_at(gpu: str, cpu: str, link: str, cpu_gb_s: float, cpu_launch_ns: in
     old, _ = efficiency["decode_attention"]
     efficiency["decode_attention"] = Efficiency(old.compute, memory), f"{cpu_gb_s:g} GB/s, set by the experiment"
     name = f"{part.name} at {cpu_gb_s:g} GB/s" + ("" if cpu_launch_ns is None else f", launch {cpu_launch_ns} ns")
-    return machine(gpu, replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name), link)
+    return replace(part, quantities=quantities, efficiency=efficiency, fingerprint=name)

@@ -85,7 +85,7 @@ def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]
     """The row of a point; a failed one has ``status`` failed, the error and its traceback."""
     started = time.perf_counter()
     origin = {
-        "experiment": app.name, "policy": app.policy.label, "hardware": app.hardware.label, "model": app.model.label,
+        "experiment": app.name, "policy": app.policy.label, "hardware": app.hardware.name, "model": app.model.label,
         "workload": app.workload.label, "repeat": app.repeat, "seed": app.seed + app.repeat,
     }  # fmt: skip
     plain = {k: v for k, v in app.settings.items() if isinstance(v, PLAIN)} | at

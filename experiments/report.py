@@ -209,7 +209,8 @@ def _settings(rows: list[dict[str, Any]], config: DictConfig) -> Table:
     }
     plain = OmegaConf.to_container(config.settings)
     assert isinstance(plain, dict)
-    fixed = {"model": config.model.label, "hardware": config.hardware.label, **plain}
+    about = {name: ", ".join(dict.fromkeys(str(row.get(name)) for row in rows)) for name in ("model", "hardware")}
+    fixed = {**about, **plain}
     return [*((f"swept: {name}", values) for name, values in swept.items()),
             *((str(n), str(v)) for n, v in fixed.items() if v is not None and n not in swept)]  # fmt: skip
 

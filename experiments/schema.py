@@ -11,7 +11,10 @@ from omegaconf import MISSING
 
 @dataclass
 class Hardware:
-    """A machine by names of shipped profiles or paths of profile files. KV room not given follows from the profiles."""
+    """A machine by names of shipped profiles or paths of profile files. KV room not given follows from the profiles.
+
+    gpus : as many of the card, tensor parallel, beside the one CPU (simulated, as ``hybridattn plan --gpus`` does)
+    """
 
     label: str = MISSING
     gpu: str = MISSING
@@ -19,6 +22,12 @@ class Hardware:
     link: str = MISSING
     gpu_kv_tokens: int | None = None
     cpu_kv_tokens: int | None = None
+    gpus: int = 1
+
+    @property
+    def name(self) -> str:
+        """What rows, panels and reports call it."""
+        return self.label if self.gpus == 1 else f"{self.gpus}x {self.label}"
 
 
 @dataclass
@@ -93,7 +102,7 @@ class Analysis:
     x, y : columns; ``y`` of a series over that of ``baseline`` is its gain where ``relative``
     panels : columns whose values make a panel each
     candidate : the series whose crossover goes to summary.json, in the first panel (``panel`` chooses another one)
-    theory : name of a line of ``experiments.theory`` drawn beside the points
+    theory : name of a line of ``hybridattn.analysis.theory`` drawn beside the points
     published : a file of published points under experiments/published
     enough : say from which x on a doubling of it helps by less than 5 %
     lower_is_better : less of ``y`` is an improvement, for ``enough``

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, profile_name
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, profiles_of
 from experiments.control import LAYOUTS, ControlPath, Cores
 from experiments.points.serve import ServeSettings, engine_for, row, workload_for
 from experiments.schema import App
@@ -20,7 +20,6 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
-from hybridattn.cost.profile import load_profile
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.replay import Replay
 from hybridattn.workload.item import Workload
@@ -71,7 +70,7 @@ def point(app: App, settings: ControlSettings) -> dict[str, Any]:
     workload = _loaded(app, s, workload_for(app, s))
     pricing = pricing_of(app)
     attends = CPU_TIER in policy_of(app, Costs(cost_of(app), pricing)).tiers
-    cpu = load_profile(profile_name(app.hardware.cpu), "cpu")
+    _, cpu, _ = profiles_of(app)
     cores = Cores.laid_out(s.sharing, int(cpu.value("cores")), path.tokenizers + 1, attends, s.busy_processes)
     if attends:
         pricing = with_cpu_factor(pricing, 1 / cores.attention_share)

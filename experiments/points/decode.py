@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, profile_name, sim_device
+from experiments.build import cost_of, kv_room, policy_of, pricing_of, profiles_of, sim_device
 from experiments.neighbours import busy
 from experiments.schema import App
 from experiments.settings import experiment
@@ -20,7 +20,6 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.priced_stages import with_exposed
-from hybridattn.cost.profile import load_profile
 from hybridattn.cost.room import GB, check_context
 from hybridattn.planning.steady import rows_under, steady
 from hybridattn.policies.base import Policy
@@ -75,7 +74,7 @@ def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
 
 
 def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
-    cost, pricing, cpu = cost_of(app), pricing_of(app), load_profile(profile_name(app.hardware.cpu), "cpu")
+    cost, pricing, (_, cpu, _) = cost_of(app), pricing_of(app), profiles_of(app)
     capacity, cpu_capacity = _capacities(app, s)
     alone = Costs(cost, pricing)
     linear_ns = alone.linear_ns(capacity)

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, profile_name
-from experiments.machines import open_sim, pricing_at
+from experiments.build import cost_of, profiles_of
+from experiments.machines import cpu_at, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import in_order, markdown, simulated
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.parallel import parallel_machine
 from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.fixed import CpuOnly, GpuOnly
 from hybridattn.policies.load import Load
@@ -35,9 +36,9 @@ class OffloadSettings:
 @experiment(OffloadSettings)
 def point(app: App, settings: OffloadSettings) -> dict[str, Any]:
     """One row: full offload over GPU-only in output tokens per second, and N_C over the GPU-only rate."""
-    h = app.hardware
-    pricing = pricing_at(profile_name(h.gpu), profile_name(h.cpu), profile_name(h.link), settings.cpu_gb_s)
-    return {**simulated(pricing.fingerprint), **gain(Costs(cost_of(app), pricing), settings)}
+    (gpu, cpu, link), cost = profiles_of(app), cost_of(app)
+    pricing = parallel_machine(gpu, cpu_at(cpu, settings.cpu_gb_s), link, app.hardware.gpus, cost)
+    return {**simulated(pricing.fingerprint), **gain(Costs(cost, pricing), settings)}
 
 
 def gain(costs: Costs, s: OffloadSettings) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ from hybridattn.analysis.series import Panel, Question, good, panels_of, without
 from hybridattn.core.errors import InputError
 
 if TYPE_CHECKING:
-    from hybridattn.analysis.figure import Drawing
+    from hybridattn.analysis.figure import Drawing, Line
 
-ASKED = "question.json"  # title and questions of a sweep, as its configuration says them
+ASKED = "question.json"  # title, questions, and what is drawn beside the first one's points, as configured
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,6 +35,7 @@ class SweepResults:
     rows : as the points left them, failed ones included
     asked : the questions that figures answer, that of the sweep first
     points : how many points the sweep has
+    theory, published : the closed form and the published points that are drawn beside those of the first question
     """
 
     folder: ResultFolder
@@ -42,13 +43,17 @@ class SweepResults:
     asked: tuple[Question, ...] = ()
     title: str = ""
     points: int = 0
+    theory: str = ""
+    published: Sequence[Mapping[str, str]] = ()
 
     @classmethod
     def of(cls, folder: ResultFolder) -> SweepResults:
         """Reads the folder."""
         rows, document = folder.rows(), folder.json(ASKED, {})
         asked = tuple(Question(**{**q, "panels": tuple(q["panels"])}) for q in document.get("asked", ()))
-        return cls(folder, rows, asked, document.get("title", ""), len(folder.json("sweep.json", {}).get("points", ())))
+        points = len(folder.json("sweep.json", {}).get("points", ()))
+        beside = {name: document[name] for name in ("theory", "published") if name in document}
+        return cls(folder, rows, asked, document.get("title", ""), points, **beside)
 
     @property
     def missing(self) -> bool:
@@ -111,7 +116,8 @@ class SweepResults:
         return {n: replace(c, state="open") if c.state in ("never", "always") else c for n, c in found.items()}
 
     def plot(self, **asked: Any) -> Drawing:
-        """The figure of the sweep's question, or of one that differs: ``plot(y="cpu_tpot_ns", relative=False)``.
+        """The figure of the sweep's question, closed form and published points beside it, or the figure of a question
+        that differs: ``plot(y="cpu_tpot_ns", relative=False)``.
 
         Raises
         ------
@@ -120,15 +126,29 @@ class SweepResults:
         """
         if importlib.util.find_spec("matplotlib") is None:
             raise InputError("figures need matplotlib: pip install 'hybridattn[experiments]'")
-        draw_sweep = importlib.import_module("hybridattn.analysis.figure").draw_sweep  # an extra: tables do without
-        question = self._question(asked)
+        return self.draw(self._question(asked))
+
+    def draw(self, question: Question, paths: Sequence[Path] = ()) -> Drawing:
+        """The figure of a question, also written to ``paths``; InputError where no row answers it."""
+        figure = importlib.import_module("hybridattn.analysis.figure")  # an extra: tables do without
         panels = self.panels(question)
         if not panels:
             raise InputError(f"no row of {self.folder.path} has both {question.x} and {question.y}")
-        found: Mapping[str, Crossing | None] = {
-            p.label: self.crossings(p, question).get(question.candidate) for p in panels
-        }
-        return draw_sweep(panels, question, title=self.title, crossings={k: c for k, c in found.items() if c})
+        found = {p.label: self.crossings(p, question).get(question.candidate) for p in panels}
+        return figure.draw_sweep(
+            panels, question, paths, title=self.title,
+            crossings={label: c for label, c in found.items() if c},
+            lines={p.label: self._lines(p, question) for p in panels},
+        )  # fmt: skip
+
+    def _lines(self, panel: Panel, question: Question) -> list[Line]:
+        """Closed form and published points, which are answers to the first question alone, in the units of its axes."""
+        first = self.asked[0] if self.asked else question
+        same = all(getattr(first, n) == getattr(question, n) for n in ("x", "y", "relative", "baseline"))
+        if not same or (question.relative and not question.base(panel)):
+            return []
+        theory = importlib.import_module("hybridattn.analysis.theory")
+        return [*theory.theory_lines(self.theory, panel, question), *theory.published_lines(self.published, panel)]
 
     def _question(self, asked: dict[str, Any]) -> Question:
         unknown = [name for name in asked if name not in Question.__dataclass_fields__]

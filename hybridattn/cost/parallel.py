@@ -58,14 +58,13 @@ class Joined:
         return self.model.price_ns(work) + round(joining)
 
 
-def check_gpus(gpus: int, shape: ModelShape) -> None:
-    """InputError for a number of GPUs that the KV heads cannot be divided by."""
+def together(gpu: Profile, gpus: int, shape: ModelShape) -> Profile:
+    """``gpus`` cards as one: memory, bandwidth, flop rate and power add up.
+
+    InputError for a number of GPUs that the KV heads cannot be divided by.
+    """
     if gpus < 1 or shape.num_kv_heads % gpus:
         raise InputError(f"gpus must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {gpus}")
-
-
-def together(gpu: Profile, gpus: int) -> Profile:
-    """``gpus`` cards as one: memory, bandwidth, flop rate and power add up."""
     if gpus == 1:
         return gpu
     names = [n for n in ("peak_flops", "bandwidth", "memory", "power") if n in gpu.quantities]
@@ -75,14 +74,15 @@ def together(gpu: Profile, gpus: int) -> Profile:
 
 
 def parallel_machine(gpu: Profile, cpu: Profile, link: Profile, gpus: int, cost: ModelCost) -> Pricing:
-    """Prices of a model on ``gpus`` cards (see :func:`check_gpus`), each with a link of its own to the host."""
+    """Prices of a model on ``gpus`` cards (see :func:`together`), each with a link of its own to the host."""
+    cards = together(gpu, gpus, cost.shape)
     if gpus == 1:
         return machine(gpu, cpu, link)
     most = max(link.value("bandwidth"), SUSTAINED_DRAM * cpu.value("bandwidth"))
     width = replace(link.quantities["bandwidth"], value=min(gpus * link.value("bandwidth"), most))
     links = replace(link, name=f"{gpus}x{link.name}", fingerprint=f"{gpus}x{link.fingerprint}",
                     quantities={**link.quantities, "bandwidth": width})  # fmt: skip
-    pricing = machine(together(gpu, gpus), cpu, links)
+    pricing = machine(cards, cpu, links)
     ring = Ring(gpus, gpu.value("peer_hop"), gpu.value("peer_bandwidth"))
     element = dtype_bytes(cost.dtype)
     joined = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
+from hybridattn.cost.parallel import together
 from hybridattn.cost.profile import Profile
 from hybridattn.cost.stages_cost import ModelCost
 
@@ -32,8 +33,9 @@ class Room:
         return self.cpu_bytes // self.token_bytes
 
 
-def room(gpu: Profile, cpu: Profile, cost: ModelCost) -> Room:
-    """The room beside the weights of a model; InputError with the numbers where these alone do not fit."""
+def room(gpu: Profile, cpu: Profile, cost: ModelCost, gpus: int = 1) -> Room:
+    """The room on ``gpus`` cards beside the weights of a model; InputError with the numbers where these do not fit."""
+    gpu = together(gpu, gpus, cost.shape)
     memory, name = gpu.value("memory"), f"{cost.shape.name} {cost.dtype}"
     left = int(GPU_FRACTION * memory) - cost.weight_bytes
     if left < 0:

@@ -14,7 +14,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.crossover import capacity_gain_bound
-from hybridattn.cost.parallel import check_gpus, parallel_machine, together
+from hybridattn.cost.parallel import parallel_machine
 from hybridattn.cost.priced_stages import with_exposed
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.room import GB, Room, check_context, room
@@ -71,8 +71,7 @@ class Site:
     @staticmethod
     def of(gpu: Profile, cpu: Profile, link: Profile, gpus: int, cost: ModelCost, context: int) -> Site:
         """InputError with the numbers where weights or context do not fit."""
-        check_gpus(gpus, cost.shape)
-        found = room(together(gpu, gpus), cpu, cost)
+        found = room(gpu, cpu, cost, gpus)
         check_context(found, context)
         return Site(Costs(cost, parallel_machine(gpu, cpu, link, gpus, cost)), found, context)
 

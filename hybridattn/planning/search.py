@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from hybridattn.core.errors import InputError
 from hybridattn.core.shapes import ModelShape
 from hybridattn.cost.catalog import BESIDE, shape
-from hybridattn.cost.parallel import together
 from hybridattn.cost.profile import Profile, load_profile, shipped_names
 from hybridattn.cost.room import room
 from hybridattn.cost.stages_cost import ModelCost
@@ -164,7 +163,7 @@ def search(
 def _serves(c: Candidate, cost: ModelCost, wanted: Wanted) -> Outcome | str:
     """How the load is served, or why it is not."""
     try:
-        found = room(together(c.gpu, c.gpus), c.cpu, cost)
+        found = room(c.gpu, c.cpu, cost, c.gpus)
     except InputError:
         return "with too little memory"
     gpu = min(wanted.requests, found.gpu_tokens // wanted.context)

@@ -42,6 +42,7 @@ def test_a_folder_is_a_table_a_figure_and_what_was_found(folder, tmp_path, monke
                     strict=True)) == found  # fmt: skip
     assert results.plot()._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
     assert results.plot(y="gpu_tpot_ns", relative=False).axes[0].get_ylabel() == "gpu_tpot_ns"
+    assert not any("theory" in label for label in drawn(results.plot()))
     with results.to_csv(tmp_path / "a.csv").open() as file:
         assert [r["policy"] for r in csv.DictReader(file)] == ["gpu_only", "async"] * 2
     find = importlib.util.find_spec
@@ -51,6 +52,25 @@ def test_a_folder_is_a_table_a_figure_and_what_was_found(folder, tmp_path, monke
     assert results.table() == results.rows
     with pytest.raises(InputError, match="figures need matplotlib: pip install"):
         results.plot()
+
+
+def drawn(figure):
+    return figure.axes[0].get_legend_handles_labels()[1]
+
+
+def test_a_figure_has_the_closed_form_and_published_points_beside_ours(folder):
+    published = [{"panel": "T4", "series": "published", "x": x, "y": y} for x, y in (("2", "1.2"), ("1", "1.0"))]
+    beside = {"theory": "one_layer_overlap", "published": published}
+    document = ResultFolder.open(folder)
+    document.write_json("question.json", {"title": "", "asked": [QUESTION], **beside})
+    document.add_row(row("async", 4, 13.0, stretch=0.25, num_layers=32))
+    results = hybridattn.open_results(folder)
+    assert drawn(results.plot())[:2] == ["theory: one layer per step", "published"]
+    [points] = [line for line in results.plot().axes[0].lines if line.get_label() == "published"]
+    assert list(points.get_xdata()) == [1.0, 2.0]
+    # they answer the sweep's own question, in its units, and nothing else
+    assert drawn(results.plot(y="gpu_tpot_ns", relative=False)) == ["gpu_only", "async"]
+    assert drawn(results.plot(baseline="absent")) == ["gpu_only", "async"]
 
 
 def test_a_sweep_that_is_not_through_says_so_and_concludes_nothing(folder):

@@ -230,6 +230,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_can_be_resumed(tmp_path, run):
         (("point=my_points:nothing",), "point 'my_points:nothing' cannot be imported"),
         (("tracker.name=mlflow",), "tracker 'mlflow'"),
         (("hydra/launcher=nonsense",), "(is its plugin installed? pip install hydra-nonsense-launcher)"),
+        (("hardware.gpus=2", "device=host"), "hardware.gpus=2 is for the device sim: host has one GPU"),
         (("repeats=0",), "repeats must be at least 1"),
         (("hardware=t4=3",), "mismatched input"),
         (("name=",), "no experiment was chosen"),
@@ -362,8 +363,9 @@ def test_any_path_can_be_written_as_the_message_says(tmp_path, run, name):
 
 
 def test_labels_are_those_of_what_ran(tmp_path, run):
-    assert run("hardware=a10,t4", "device.submit_us=2") == 0
-    assert [(r["hardware"], r["submit_us"], r["seed"]) for r in rows(tmp_path)] == [("A10", 2.0, 0), ("T4", 2.0, 0)]
+    assert run("hardware=a10,t4", "hardware.gpus=1,2", "device.submit_us=2") == 0
+    ran = [(r["hardware"], r["submit_us"], r["seed"]) for r in rows(tmp_path)]
+    assert ran == [("A10", 2.0, 0), ("2x A10", 2.0, 0), ("T4", 2.0, 0), ("2x T4", 2.0, 0)]
 
 
 def test_resume_compares_composed_values_not_words(tmp_path, run, capsys):

@@ -22,29 +22,31 @@ from hybridattn.planning.search import Wanted, search
 T4 = ("t4", *BESIDE["t4"])
 A100 = ("a100-80g", *BESIDE["a100-80g"])
 LLAMA2, LLAMA3 = shape("llama2-7b"), shape("llama3.1-8b")
-GRID = [  # card, model, context, demand: few rows, so that it is quick
-    ("t4", "llama2-7b", 400, 1.5), ("a10", "llama3.1-8b", 16_000, 3), ("l4", "llama3.1-8b", 20_000, 2),
+GRID = [  # card, how many, model, context, demand: few rows, so that it is quick
+    ("t4", 1, "llama2-7b", 400, 1.5), ("a10", 1, "llama3.1-8b", 16_000, 3), ("l4", 1, "llama3.1-8b", 20_000, 2),
+    ("l4", 2, "llama3.1-8b", 100_000, 2),
 ]  # fmt: skip
 
 
-def experiment(card, model, policy, **settings):
+def experiment(card, model, policy, gpus=1, **settings):
     """The row of ``ratio`` and ``capacity`` for one policy, its options as the policy's file has them."""
     cpu, link = BESIDE[card]
     target = Target(policy, policy)
     app = App(
-        hardware=Hardware(card, card, cpu, link), model=Model(model, model), policy=target, device=Device(name="sim")
-    )
+        hardware=Hardware(card, card, cpu, link, gpus=gpus), model=Model(model, model), policy=target,
+        device=Device(name="sim"),
+    )  # fmt: skip
     return simulate(app, DecodeSettings(**settings))
 
 
 def test_a_plan_is_what_the_simulation_of_the_policies_says():
     differences = []
-    for card, model, context, demand in GRID:
-        capacity = experiment(card, model, "gpu_only", context=context, demand=1)["gpu_capacity_rows"]
-        found = plan(card, *BESIDE[card], shape(model), "fp16", context, round(capacity * demand))
+    for card, gpus, model, context, demand in GRID:
+        capacity = experiment(card, model, "gpu_only", gpus, context=context, demand=1)["gpu_capacity_rows"]
+        found = plan(card, *BESIDE[card], shape(model), "fp16", context, round(capacity * demand), gpus=gpus)
         assert set(found.outcomes) == set(POLICIES)
         for policy, outcome in found.outcomes.items():
-            row = experiment(card, model, policy, context=context, demand=demand)
+            row = experiment(card, model, policy, gpus, context=context, demand=demand)
             differences.append(abs(outcome.tokens_per_s / row["tokens_per_s"] - 1))
             for ms, ns in ((outcome.gpu_tpot_ms, row["gpu_tpot_ns"]), (outcome.cpu_tpot_ms, row["cpu_tpot_ns"])):
                 assert ms == (None if ns is None else pytest.approx(ns / 1e6, rel=1e-9))

@@ -1,8 +1,8 @@
-"""Closed forms as lines beside the points of a sweep (``docs/crossover.md``)."""
+"""Closed forms and published points as lines beside the points of a sweep (``docs/crossover.md``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -19,6 +19,16 @@ def theory_lines(name: str, panel: Panel, question: Question) -> list[Line]:
     if name not in LINES:
         raise InputError(f"theory '{name}' is unknown; known are {', '.join(LINES)}")
     return LINES[name](panel, question)
+
+
+def published_lines(points: Iterable[Mapping[str, str]], panel: Panel) -> list[Line]:
+    """Published ``points`` (panel, series, x, y) of a panel."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in points:
+        if row["panel"] == panel.label:
+            found.setdefault(row["series"], []).append((float(row["x"]), float(row["y"])))
+    return [Line(label, tuple(x for x, _ in sorted(at)), tuple(y for _, y in sorted(at)), published=True)
+            for label, at in found.items()]  # fmt: skip
 
 
 def _grid(panel: Panel, question: Question) -> np.ndarray:
