@@ -20,6 +20,7 @@ from experiments.finish import finish
 from experiments.track import track
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
+from hybridattn.core.interrupts import interrupts_noted
 from hybridattn.core.machine_load import others_now
 
 POINTS = "hydra_plugins.hybridattn_points.PointSweeper"  # the sweeper that knows all points before it runs one
@@ -66,6 +67,8 @@ class Results(Callback):
             trouble = str(error)
         except OSError as error:  # a full disk, most likely: the rows that were written stay
             trouble = f"what follows from the rows could not be written: {error}"
+        except Exception as error:  # Hydra would make a warning of it
+            trouble = f"what follows from the rows could not be made: {type(error).__name__}: {error}"
         track(folder, config.tracker, Console())
         code = report(folder, trouble)
         stops = code == INTERRUPTED or (code and config.fail_fast)
@@ -85,6 +88,5 @@ def report(folder: ResultFolder, trouble: str = "") -> int:
     if any(r.get("kind") == "measured" for r in folder.rows()):
         lines.append(f"after it, {others_now()}")
     say(*lines, f"{states.count('ok')} points ran, {failed} failed; results: {folder.path}")
-    if stopped == "interrupted":
-        return INTERRUPTED
-    return 1 if failed or missing or trouble else 0
+    code = 1 if failed or missing or trouble else 0
+    return INTERRUPTED if stopped == "interrupted" or (code and interrupts_noted) else code

@@ -19,6 +19,7 @@ from experiments.settings import find
 from experiments.wording import among, key_of
 from hybridattn.analysis.results import ResultFolder, finite
 from hybridattn.core.errors import InputError
+from hybridattn.core.interrupts import interrupts_noted
 from hybridattn.core.machine_load import OthersLoad
 
 PLAIN = (bool, int, float, str, type(None))
@@ -97,6 +98,8 @@ def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]
         if result.get("kind") == "measured":
             result["others_cpu_fraction"] = others.share()
     except Exception as caught:  # a failed point is a row: the sweep goes on and ends with a non-zero exit code
+        if interrupts_noted:
+            raise KeyboardInterrupt from caught
         error = caught
         text = f"{type(caught).__name__}: {caught}"
         result = {"device": app.device.name, "kind": None, "profile": None, **plain}

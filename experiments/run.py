@@ -38,6 +38,7 @@ from experiments.ended import INTERRUPTED, Ended, say  # noqa: E402
 from experiments.schema import register  # noqa: E402
 from experiments.wording import check_words, composition_error, respelt  # noqa: E402
 from hybridattn.core.errors import HybridAttnError, InputError  # noqa: E402
+from hybridattn.core.interrupts import interrupts_noted  # noqa: E402
 
 register()
 
@@ -50,12 +51,13 @@ def app(config: DictConfig) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is asked for, then the experiments that it names under ``also``. The worst exit code counts."""
-    ended = [one(list(sys.argv[1:] if argv is None else argv))]
-    for words in ended[0].then:
-        if ended[-1].code == INTERRUPTED:
-            break
-        say()
-        ended.append(one(words))
+    with interrupts_noted:
+        ended = [one(list(sys.argv[1:] if argv is None else argv))]
+        for words in ended[0].then:
+            if ended[-1].code == INTERRUPTED:
+                break
+            say()
+            ended.append(one(words))
     folders = [e.folder for e in ended if e.folder is not None]
     if len(folders) > 1:
         say("", *closing(folders))
@@ -102,6 +104,8 @@ def command_line(words: list[str]) -> Iterator[None]:
 
 
 def _refused(sentence: str, code: int) -> Ended:
+    if interrupts_noted:  # whatever a library made of it
+        sentence, code = "interrupted", INTERRUPTED
     print(f"experiments.run: {sentence}", file=sys.stderr)
     return Ended(code)
 

@@ -32,6 +32,7 @@ from experiments.projection import duration, seconds_per_point, workers
 from experiments.wording import key_of, sentence
 from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
+from hybridattn.core.interrupts import interrupts_noted
 from hybridattn.core.machine_load import others_now
 from hybridattn.policies.registry import policy_class
 
@@ -168,19 +169,21 @@ class Sweep:
                     return returns
                 if failed is not None:
                     _ = failed.return_value  # nothing but the app itself can fail here: let it be seen
-        except KeyboardInterrupt:
-            folder.write_json("sweep.json", {**document, "stopped": "interrupted"})
-        except InputError:
-            raise
-        except OSError as error:
-            why = f"reading or writing failed: {error}"
-            with suppress(OSError):  # the same disk
-                folder.write_json("sweep.json", {**document, "stopped": why})
-        except Exception as error:  # a worker process was killed, a cluster went away: the rows that came are kept
-            name = self.config.hydra.runtime.choices["hydra/launcher"]
-            why = f"the launcher {name} failed ({type(error).__name__}: {error})"
-            folder.write_json("sweep.json", {**document, "stopped": why})
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, InputError) and not interrupts_noted:
+                raise
+            with suppress(OSError):  # a full disk
+                folder.write_json("sweep.json", {**document, "stopped": self._why_stopped(error)})
         return returns
+
+    def _why_stopped(self, error: BaseException) -> str:
+        """The rows that came are kept in any case."""
+        if interrupts_noted or isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        if isinstance(error, OSError):
+            return f"reading or writing failed: {error}"
+        name = self.config.hydra.runtime.choices["hydra/launcher"]  # a worker was killed, a cluster went away
+        return f"the launcher {name} failed ({type(error).__name__}: {error})"
 
     def _batch(self, jobs: int) -> int:
         """Jobs that the launcher gets at a time: with ``fail_fast`` as many as run at once. submitit's local executor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.core.terminal import CountLine
 from hybridattn.core.trace import Trace
 from hybridattn.cost.profile import Profile
+from hybridattn.devices.live import close_abandoned
 from hybridattn.devices.registry import open_device
 from hybridattn.engine.call import Call, Output
 from hybridattn.engine.engine import Engine
@@ -152,6 +154,7 @@ class LLM:
         self._saves: Engine | None = None  # to the file tier, once
         try:
             with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
+                close_abandoned()
                 self.device = open_device(device, record=record, **(device_options or {}))
             where = getattr(self.device, "torch_device", "cpu")
             self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
@@ -212,6 +215,7 @@ class LLM:
         if kv_store_dir is not None:
             open_store = partial(KVStore, kv_store_dir, self.stages.fingerprint(), kv_store_bytes)
         self.engine = Engine(self.stages, self.device, self.policy, config, eos_ids, stop_planning, open_store)
+        self.device.owner = weakref.ref(self.engine)
         self._saves = self.engine if open_store is not None else None
 
     # -- text --------------------------------------------------------------------------------------------------------
@@ -379,6 +383,11 @@ class LLM:
         finally:
             if self.device is not None:
                 self.device.close(timeout_s)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM holds threads and memory of this process: open one in each process instead of copying it"
+        )
 
     def __repr__(self) -> str:
         return f"<LLM {self.model.config.shape.name} on {self.device.name}, {self.policy.name}>"

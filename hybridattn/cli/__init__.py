@@ -10,35 +10,40 @@ from collections.abc import Sequence
 from hybridattn.cli import calibrate, doctor, generate, plan
 from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.extras import why_missing
+from hybridattn.core.interrupts import interrupts_noted
 from hybridattn.core.terminal import escape_unprintable, warnings_as_sentences
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when it worked, 2 for input that cannot be used, 1 when something failed, 130 on Ctrl-C."""
-    try:
-        escape_unprintable()
-        args = _parser().parse_args(argv)
-        with warnings_as_sentences("hybridattn"):
-            return args.command(args)
-    except InputError as error:
-        print(f"hybridattn: {error}", file=sys.stderr)
-        return 2
-    except HybridAttnError as error:
-        print(f"hybridattn: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
-        return 1
-    except ModuleNotFoundError as error:
-        if why_missing(error) is None:
-            raise
-        print(f"hybridattn: {why_missing(error)}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, most likely: what was written before stays
-        print(f"hybridattn: reading or writing failed: {error}", file=sys.stderr)
-        return 1
+    with interrupts_noted:
+        try:
+            escape_unprintable()
+            args = _parser().parse_args(argv)
+            with warnings_as_sentences("hybridattn"):
+                return args.command(args)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except BrokenPipeError:  # the reader of our output went away
+            sys.stderr.close()
+            return 1
+        except Exception as error:
+            return 128 + signal.SIGINT if interrupts_noted else _said(error)
+
+
+def _said(error: Exception) -> int:
+    """One sentence and the exit code; raises what is nobody's fault but ours."""
+    sentence, code = str(error), 2 if isinstance(error, InputError) else 1
+    if isinstance(error, ModuleNotFoundError):
+        sentence, code = why_missing(error) or "", 2
+    elif isinstance(error, OSError):  # a full disk, most likely: what was written before stays
+        sentence = f"reading or writing failed: {error}"
+    elif not isinstance(error, HybridAttnError):
+        sentence = ""
+    if not sentence:
+        raise error
+    print(f"hybridattn: {sentence}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

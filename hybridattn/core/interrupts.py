@@ -65,3 +65,45 @@ class _Held:
 
 
 interrupts_held = _Held()
+
+
+class _Noted:
+    """Of the process, in its main thread: ``with interrupts_noted:``. True from the first Ctrl-C of the block on.
+
+    KeyboardInterrupt is raised as before; but a library may put an error of its own in its place (OmegaConf's roll-back
+    in a ``finally``), which then must not be taken for a fault of the work.
+    """
+
+    __slots__ = ("_before", "_came", "_depth")
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._came = False
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._came
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth += 1
+        if self._depth == 1 and callable(signal.getsignal(signal.SIGINT)):
+            self._before = signal.signal(signal.SIGINT, self._take)
+
+    def __exit__(self, *exc: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._came = False
+            if self._before is not None:
+                signal.signal(signal.SIGINT, self._before)
+                self._before = None
+
+    def _take(self, number: int, frame: Any) -> None:
+        self._came = True
+        self._before(number, frame)
+
+
+interrupts_noted = _Noted()

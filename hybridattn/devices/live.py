@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -61,6 +62,15 @@ _ALL = sys.maxsize // 2
 _open_devices: weakref.WeakSet[LiveDevice] = weakref.WeakSet()
 
 
+def close_abandoned() -> None:
+    """Close the devices whose owners are gone: their threads would hold them for ever, and what their ops hold."""
+    if _open_devices:
+        gc.collect()  # owners are parts of cycles
+    with interrupts_held:
+        for device in [d for d in _open_devices if d.owner is not None and d.owner() is None]:
+            device.close()
+
+
 @atexit.register
 def _close_forgotten() -> None:
     with interrupts_held:
@@ -81,6 +91,7 @@ class LiveDevice(ABC):
 
     Attributes
     ----------
+    owner : reference to whatever uses it alone, where there is one
     records : whether spans are kept
     dropped : spans before those of the last ``drain`` that were not kept
     """
@@ -95,6 +106,7 @@ class LiveDevice(ABC):
         self._most = _ALL if record is True else int(record)
         self._process = os.getpid()
         self._closed = self._ended = False
+        self.owner: weakref.ref[Any] | None = None
         self._futures: list[Any] = []  # since the last drain, as far as they are kept
         self._passed_over = self.dropped = 0
         _open_devices.add(self)

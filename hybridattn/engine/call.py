@@ -128,19 +128,17 @@ class Call:
     def __next__(self) -> Piece:
         """The next token; steps the engine until there is one."""
         while not self._pieces and not self.ended:
-            self._collect()
+            finished = self._collect()
             if not self._pieces:
-                if self._finished:
+                if finished:
                     self._end()
                 else:
                     self._step()
         if not self._pieces:
             raise StopIteration
         piece = self._pieces.popleft()
-        if not self._pieces and not self.ended and self._finished:
-            self._collect()  # an abort by somebody else leaves no piece behind
-            if not self._pieces:
-                self._end()
+        if not self._pieces and not self.ended and self._collect() and not self._pieces:
+            self._end()
         return piece
 
     @property
@@ -159,16 +157,15 @@ class Call:
             self.close()
             raise
 
-    def _collect(self) -> None:
-        for index, request in enumerate(self._requests):
-            for event in request.events:
-                self._texts[index].append(event.text)
-                self._pieces.append(Piece(index, event.text, event.token_id, event.finish_reason, event.error))
-            request.events.clear()
-
-    @property
-    def _finished(self) -> bool:
-        return all(r.finish_reason is not None for r in self._requests)
+    def _collect(self) -> bool:
+        """Takes over what came since; whether nothing more will come. Another thread may be in a step: waits for it."""
+        with self._engine.at_work.turn:
+            for index, request in enumerate(self._requests):
+                for event in request.events:
+                    self._texts[index].append(event.text)
+                    self._pieces.append(Piece(index, event.text, event.token_id, event.finish_reason, event.error))
+                request.events.clear()
+            return all(r.finish_reason is not None for r in self._requests)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

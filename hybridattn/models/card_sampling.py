@@ -153,7 +153,7 @@ def _draw(values: torch.Tensor, allowed: torch.Tensor, rows: Sequence[SampleRow]
     weights = scaled.exp()
     kept = (weights >= min_p) & (weights > 0)  # the largest weight is 1
     if any(0 < row.params.top_k < values.shape[1] or row.params.top_p < 1.0 for row in rows):
-        kept &= _among_the_likeliest(scaled, weights, top_k, top_p)
+        kept &= _among_the_likeliest(values, weights, top_k, top_p)
     cumulative = torch.where(kept, weights, 0.0).cumsum(dim=1)
     at = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)[:, 0]
     last = torch.where(kept, torch.arange(values.shape[1], device=values.device), -1).amax(dim=1)
@@ -161,13 +161,14 @@ def _draw(values: torch.Tensor, allowed: torch.Tensor, rows: Sequence[SampleRow]
 
 
 def _among_the_likeliest(
-    scaled: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    values: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
     """Mask of what top-k leaves (among equals at its edge the lowest ids), and of the smallest set of the largest
-    weights of those whose share reaches ``top_p``, the one that crosses it included."""
-    order = scaled.sort(dim=1, descending=True, stable=True).indices
-    rank = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
-    limit = torch.where(top_k < 1, float(scaled.shape[1]), top_k)
+    weights of those whose share reaches ``top_p``, the one that crosses it included. ``values`` order weights that a
+    high temperature makes equal."""
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    rank = torch.arange(values.shape[1], device=values.device)[None, :]
+    limit = torch.where(top_k < 1, float(values.shape[1]), top_k)
     sorted_weights = torch.where(rank < limit, weights.gather(1, order), 0.0)
     cumulative = sorted_weights.cumsum(dim=1)
     reached = torch.where(top_p < 1.0, top_p * cumulative[:, -1:], torch.inf)

@@ -186,11 +186,9 @@ def _draw(values: np.ndarray, row: SampleRow, top: float) -> int:
     """Inverse of the cumulative distribution, over the kept ids in ascending order."""
     p = row.params
     ids = np.flatnonzero(values > -math.inf)
-    scaled = (values[ids] - top) / p.temperature
-    kept = _top_k(scaled, p.top_k)
-    ids, scaled = ids[kept], scaled[kept]
-    weights = np.exp(scaled)
-    kept = _top_p(weights, p.top_p) & (weights >= p.min_p) & (weights > 0)  # the largest weight is 1
+    ids = ids[_top_k(values[ids], p.top_k)]
+    weights = np.exp((values[ids] - top) / p.temperature)
+    kept = _top_p(weights, values[ids], p.top_p) & (weights >= p.min_p) & (weights > 0)  # the largest weight is 1
     ids, weights = ids[kept], weights[kept]
     assert row.seed is not None  # checked when the row was made
     cumulative = weights.cumsum()
@@ -198,18 +196,20 @@ def _draw(values: np.ndarray, row: SampleRow, top: float) -> int:
     return int(ids[min(at, len(ids) - 1)])
 
 
-def _top_k(scaled: np.ndarray, k: int) -> np.ndarray:
+def _top_k(values: np.ndarray, k: int) -> np.ndarray:
     """Mask of the k largest; among equals at the edge the lowest ids."""
-    if k < 1 or k >= len(scaled):
-        return np.ones(len(scaled), dtype=bool)
-    edge = np.partition(scaled, len(scaled) - k)[len(scaled) - k]
-    mask = scaled > edge
-    mask[np.flatnonzero(scaled == edge)[: k - int(mask.sum())]] = True
+    if k < 1 or k >= len(values):
+        return np.ones(len(values), dtype=bool)
+    edge = np.partition(values, len(values) - k)[len(values) - k]
+    mask = values > edge
+    mask[np.flatnonzero(values == edge)[: k - int(mask.sum())]] = True
     return mask
 
 
-def _top_p(weights: np.ndarray, top_p: float) -> np.ndarray:
+def _top_p(weights: np.ndarray, values: np.ndarray, top_p: float) -> np.ndarray:
     """Mask of the smallest set of largest weights whose share reaches ``top_p`` (Holtzman et al. 2019), never empty.
+
+    ``values`` order weights that a high temperature makes equal.
 
     Weights below ``(1 - top_p) / n`` of the total cannot belong to it: together they hold less than what may be left
     out. Only the others are sorted.
@@ -218,7 +218,7 @@ def _top_p(weights: np.ndarray, top_p: float) -> np.ndarray:
         return np.ones(len(weights), dtype=bool)
     total = weights.sum()
     near = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
-    order = near[np.argsort(-weights[near], kind="stable")]
+    order = near[np.argsort(-values[near], kind="stable")]
     count = int(np.searchsorted(weights[order].cumsum(), top_p * total, side="left")) + 1
     mask = np.zeros(len(weights), dtype=bool)
     mask[order[:count]] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
@@ -11,11 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from experiments.run import main
 from experiments.wording import quoted
@@ -216,6 +220,43 @@ def test_an_interrupted_sweep_keeps_its_rows_and_can_be_resumed(tmp_path, run):
     assert 1 <= len(rows(tmp_path)) < 3
     assert run(*sweep, "settings.sleep_s=0.7", "resume=true") == 0
     assert sorted(r["point"] for r in rows(tmp_path)) == [0, 1, 2]
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_130(tmp_path, run, capsys, monkeypatch):
+    def composed(self, *args, _real=ConfigLoaderImpl.load_sweep_config):
+        if latest(tmp_path).exists() and rows(tmp_path):  # as OmegaConf's roll-back does amid an assignment
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            finally:
+                raise AttributeError("'NoneType' object has no attribute '_invalidate_flags_cache'")
+        return _real(self, *args)
+
+    with monkeypatch.context() as m:
+        m.setattr(ConfigLoaderImpl, "load_sweep_config", composed)
+        assert run("+settings.divisor=1,2,3") == 130
+    assert "interrupted: 2 points have not run; go on with resume=true" in capsys.readouterr().out
+    assert run("+settings.divisor=1,2,3", "resume=true") == 0
+
+
+def test_an_interrupt_amid_a_point_leaves_no_failed_row_whatever_it_becomes(tmp_path, run, monkeypatch):
+    def sleep(seconds):
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("what some library makes of it")
+
+    with monkeypatch.context() as m:
+        m.syspath_prepend(str(tmp_path))
+        m.setattr(importlib.import_module("my_points"), "time", SimpleNamespace(sleep=sleep))
+        assert run("+settings.divisor=1,2") == 130
+    assert rows(tmp_path) == []
+
+
+def test_what_cannot_be_drawn_is_said_and_is_no_success(tmp_path, run, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.finish.write_parquet", lambda rows, path: 1 / 0)
+    assert run("+settings.divisor=1") == 1
+    assert "could not be made: ZeroDivisionError: division by zero" in capsys.readouterr().out
+    assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(

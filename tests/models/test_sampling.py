@@ -62,7 +62,7 @@ def test_S01_infinite_temperature_is_uniform_over_what_the_filters_keep():
     values[0, 2] = 100.0
     drawn = sample(values.expand(4000, -1), [row(2, p, temperature=math.inf) for p in range(4000)])
     assert np.bincount(drawn, minlength=4) == pytest.approx(1000, abs=120)
-    assert kept(values, temperature=math.inf, top_k=1) == {0}  # all are equal: the lowest id
+    assert kept(values, temperature=math.inf, top_k=1) == kept(values, temperature=1e308, top_p=0.0) == {2}
 
 
 def test_S01_one_token_with_all_the_probability():

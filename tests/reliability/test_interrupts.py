@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 
 from hybridattn import SamplingParams, cli
 from hybridattn.core import interrupts
-from hybridattn.core.errors import DeviceError
+from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.devices import live
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +174,16 @@ def test_two_hundred_interrupts_at_random_moments(part, tmp_path, real_model):
 def test_an_interrupt_before_the_command_has_begun_is_130(monkeypatch):
     monkeypatch.setattr(cli, "_parser", lambda: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main([]) == 130
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_130(monkeypatch, capsys):
+    def parser():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise InputError("m.gguf cannot be converted")
+
+    monkeypatch.setattr(cli, "_parser", parser)
+    assert cli.main([]) == 130 and capsys.readouterr().err == ""
 
 
 # -- an LLM goes on --------------------------------------------------------------------------------------------------
