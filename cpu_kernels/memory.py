@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_DONTNEED = 14, 4
 _TOUCH_CHUNK = 64 << 20
 
 
@@ -61,7 +61,8 @@ def allocate(
     if touch and have is not None and num_bytes > have:
         raise MemoryError(f"{what} needs {num_bytes} bytes, but only {have} bytes of memory are available")
     align = HUGE_PAGE if huge_pages else 4096
-    memory = mmap.mmap(-1, max(num_bytes, 1) + align)
+    # private: shared memory, Python's default, is small pages unless the system's shmem_enabled says otherwise
+    memory = mmap.mmap(-1, max(num_bytes, 1) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge_pages and hasattr(memory, "madvise"):
         try:
             memory.madvise(_MADV_HUGEPAGE)
@@ -73,6 +74,14 @@ def allocate(
     if touch and num_bytes:
         _touch(out, cpus, pieces)
     return out
+
+
+def give_back(buffer: np.ndarray) -> None:
+    """Return the memory of an array of `allocate` to the system at once, whoever still refers to it: it reads as zeros
+    from now on. Where the system cannot, it goes with the last reference."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is not None:
+        advise(ctypes.c_void_p(buffer.ctypes.data), ctypes.c_size_t(buffer.nbytes), _MADV_DONTNEED)
 
 
 def _touch(buffer: np.ndarray, cpus: tuple[int, ...], pieces: int) -> None:

@@ -14,7 +14,7 @@ from cpu_kernels.arrays import View, integers, refuse_inside, refuse_overlap, wh
 from cpu_kernels.codegen.rows import build_moves
 from cpu_kernels.dtypes import kind_of
 from cpu_kernels.layout import Layout
-from cpu_kernels.memory import allocate, touched_by
+from cpu_kernels.memory import allocate, give_back, touched_by
 
 _MOVE = ctypes.CFUNCTYPE(
     None,
@@ -118,6 +118,10 @@ class KVPages:
     def plain(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V of plain pages, ``[num_pages, num_kv_heads, page_size, head_dim]`` each as stored, not copied."""
         return plain.views(self, layer_of(layer, self.num_layers))
+
+    def release(self) -> None:
+        """Give the memory back to the system now, whoever still refers to this pool: its pages read as zeros then."""
+        give_back(self.buffer)
 
     @property
     def memory(self) -> tuple[int, int]:

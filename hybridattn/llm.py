@@ -31,6 +31,7 @@ from hybridattn.engine.engine import Engine
 from hybridattn.engine.session import Session
 from hybridattn.kv.storage import best_page_size
 from hybridattn.kv.store import KVStore
+from hybridattn.models.gpu_tier import GpuTier
 from hybridattn.models.load import load
 from hybridattn.models.stream import TextStream
 from hybridattn.models.torch_stages import TorchStages
@@ -152,6 +153,7 @@ class LLM:
         self.device: Any = None
         self.planner: Planner | None = None
         self._saves: Engine | None = None  # to the file tier, once
+        self._holds: GpuTier | None = None  # pages, until it is closed
         try:
             with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
                 close_abandoned()
@@ -180,6 +182,7 @@ class LLM:
                 name = self.model.config.shape.name
                 raise InputError(f"max_model_len {max_model_len} exceeds the {limit} positions of model '{name}'")
             self.stages = TorchStages(self.model, self.device, config, kv_dtype or dtype, backend)
+            self._holds = self.stages.gpu_tier
             with interrupts_held:
                 self.policy, self.planner = choice.make(
                     self.model.config.shape, self.stages.cost.dtype, kv_dtype or dtype, self.device.profile
@@ -373,7 +376,7 @@ class LLM:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Stop planning and the lanes, bounded (``timeout_s`` can shorten that), after what a file tier is to keep was
-        written; idempotent."""
+        written, and give the pages' memory back; idempotent."""
         if self.planner is not None:
             self.planner.close()
         saves, self._saves = self._saves, None
@@ -383,6 +386,9 @@ class LLM:
         finally:
             if self.device is not None:
                 self.device.close(timeout_s)
+        holds, self._holds = self._holds, None
+        if holds is not None:
+            holds.release()
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -17,6 +17,7 @@ from collections import deque
 
 from hybridattn.core.errors import DeviceError
 from hybridattn.core.op import CPU, SKIPPED, WAITED
+from hybridattn.core.weakly import weakly
 from hybridattn.devices.lane import HostFuture, LaneWorker, inherited
 
 
@@ -30,7 +31,8 @@ class CpuLane:
         self._closure: HostFuture | None = None  # a closure handed to the worker and not ended
         self._native: HostFuture | None = None  # the latest native job
         self._closing = False
-        self._worker = LaneWorker(f"hybridattn {CPU}", cpus, lambda: None, lambda future: self.pump())
+        pump = weakly(self.pump)
+        self._worker = LaneWorker(f"hybridattn {CPU}", cpus, lambda: None, lambda future: pump())
 
     def push(self, future: HostFuture) -> None:
         with self._lock:

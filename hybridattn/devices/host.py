@@ -73,12 +73,13 @@ class HostDevice(LiveDevice):
         super().__init__(total, record, close_timeout_s)
 
     def _worker(self, lane: str) -> LaneWorker:
+        cpu_lane = self._cpu
         threads = self.cores.gpu_threads  # on all lanes: some of torch's libraries have one count for the whole process
         return LaneWorker(
             f"hybridattn {lane}",
             self.cores.gpu,
             lambda: torch.set_num_threads(threads),
-            lambda future: self._cpu.pump(),
+            lambda future: cpu_lane.pump(),
         )
 
     # -- the contract ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
 from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
 from hybridattn.core.stages import GPU_TIER, Batch, Stages
+from hybridattn.core.weakly import weakly
 from hybridattn.engine.at_work import AtWork
 from hybridattn.engine.output import Event, OutputProcessor
 from hybridattn.engine.quiet_steps import QuietSteps
@@ -67,9 +68,9 @@ class Engine:
         self.broken: HybridAttnError | None = None
         store = None
         if open_store is not None:
-            store = open_store(self._read_page, self._write_page)
+            store = open_store(weakly(self._read_page), weakly(self._write_page))
         self.kv = KVManager(config, hasattr(stages, "move"), store, getattr(stages, "window", None))
-        self.scheduler = Scheduler(config, policy, self.kv, self._ended)
+        self.scheduler = scheduler = Scheduler(config, policy, self.kv, weakly(self._ended))
         self.executor = executor_class(stages, device)(
             stages,
             device,
@@ -77,8 +78,8 @@ class Engine:
             max_rows=config.max_num_seqs,
             run_ahead=config.run_ahead,
             op_timeout_ns=config.op_timeout_ns,
-            on_release=lambda request: self.scheduler.finish.released(request, device.now_ns()),
-            any_leaving=lambda: self.scheduler.finish.leaving > 0,
+            on_release=lambda request: scheduler.finish.released(request, device.now_ns()),
+            any_leaving=lambda: scheduler.finish.leaving > 0,
         )
         self._on_broken = on_broken
         self._plans = "begin" in policy.hooks
@@ -93,7 +94,7 @@ class Engine:
             self._quiet_steps = QuietSteps(self.executor, self.scheduler, self.kv, self._queue)
         self._holders: set[_Holder] = set()
         self._gone: deque[_Holder] = deque()
-        self.at_work = AtWork(device.kind != "simulated", self._end_abandoned)
+        self.at_work = AtWork(device.kind != "simulated", weakly(self._end_abandoned))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,11 @@ class CudaPages:
     def nbytes(self) -> int:
         return self._k.nbytes + self._v.nbytes + sum(s.nbytes for s in self._scales)
 
+    def release(self) -> None:
+        """Give the memory back now, whoever still refers to these pages: nothing may read them any more."""
+        for tensor in (self._k, self._v, *self._scales):
+            tensor.untyped_storage().resize_(0)
+
     def cache(self, layer: int | slice = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """``k_cache, v_cache`` of a layer, or of several with an axis more, as the kernels take them."""
         return self._k[layer], self._v[layer]

@@ -140,6 +140,10 @@ class CudaTier:
 
     # -- the tier ----------------------------------------------------------------------------------------------------
 
+    def release(self) -> None:
+        for pages in (self._pages, self._staging.pages, self.cpu_pages):
+            pages.release()
+
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(values)
         if self._on == "cpu":

@@ -27,6 +27,10 @@ class GpuTier(Protocol):
     cpu_pages: KVPages
     exchange: Exchange
 
+    def release(self) -> None:
+        """Give the pages' memory back, on both tiers, when nothing runs any more."""
+        ...
+
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """A host array as a tensor of the GPU side."""
         ...

@@ -47,6 +47,10 @@ class HostTier:
         self._staging = torch.zeros(2, config.max_model_len, shape.num_kv_heads, shape.head_dim, dtype=dtype)
         device.reserve(GPU_TIER, self._staging.nbytes, f"a staging area of {config.max_model_len} tokens")
 
+    def release(self) -> None:
+        self._pages.release()
+        self.cpu_pages.release()
+
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)
 

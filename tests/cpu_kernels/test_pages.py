@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import cpu_kernels as ck
 from cpu_kernels.arrays import from_bf16, to_bf16
 from cpu_kernels.layout import LANES, Layout, pack_k, pack_v, unpack_k, unpack_v
-from cpu_kernels.memory import allocate, available_bytes
+from cpu_kernels.memory import allocate, available_bytes, give_back
 from cpu_kernels.pages import encode
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
@@ -185,6 +186,22 @@ def test_more_than_there_is_is_refused_with_both_numbers() -> None:
 def test_parallel_first_touch_gives_zeroes() -> None:
     buffer = allocate(65 << 20, "a test", cpus=ck.topology.read().allowed)
     assert not buffer.any() and buffer.ctypes.data % (2 << 20) == 0
+
+
+def test_large_buffers_may_have_huge_pages_and_can_be_given_back() -> None:
+    """Shared memory, what Python's mmap makes when not told otherwise, gets small pages whatever is asked for."""
+    buffer = allocate(4 << 20, "a test")
+    address, flags, found = buffer.ctypes.data, "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            first, last = (int(x, 16) for x in line.split()[0].split("-"))
+            found = first <= address < last
+        elif found and line.startswith("VmFlags"):
+            flags = line
+    assert " sh" not in flags and (" hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()), flags
+    buffer[:] = 7
+    give_back(buffer)
+    assert not buffer.any()
 
 
 def test_available_memory_is_read_from_meminfo() -> None:
