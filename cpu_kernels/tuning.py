@@ -38,6 +38,8 @@ class Tuning:
     near_bytes : int
         Prefetches go half a block (all of K, or all of V, of a page and head) ahead where that is at least this much,
         else a whole block.
+    near_narrow : int
+        The same for dtypes of one byte, which are more arithmetic per line.
     run_group, run_heads : int
         Groups up to `run_group` walk the heads of a page in a row, at most `run_heads` of them: one run of memory.
     chunk_bytes : int
@@ -51,6 +53,7 @@ class Tuning:
     fetch_tiles: int = 64
     cache_level: int = 2
     near_bytes: int = 8 << 10
+    near_narrow: int = 8 << 10
     run_group: int = 3
     run_heads: int = 16
     chunk_bytes: int = 512 << 10
@@ -62,7 +65,7 @@ class Tuning:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a multiple of 64, or 0")
         if self.cache_level not in (1, 2, 3) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"cache_level {self.cache_level} or page_size {self.page_size} is not one there is")
-        if min(self.near_bytes, self.run_group) < 0 or min(self.run_heads, self.chunk_bytes) < 1:
+        if min(self.near_bytes, self.near_narrow, self.run_group) < 0 or min(self.run_heads, self.chunk_bytes) < 1:
             raise ValueError(f"near_bytes, run_group, run_heads, chunk_bytes must be positive, got {self}")
 
 
@@ -73,8 +76,9 @@ TABLES: tuple[tuple[str, int, range, Tuning], ...] = (
     ("AuthenticAMD", 26, range(0, 256), Tuning(page_size=128)),  # Zen 5: pages of 128 gave 1.24 times those of 32
 )
 # With AMX, whatever model a guest names: pages of 128 gave shares of 0.90 and 0.87 of the read loop at groups 4 and 8,
-# those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line (docs/performance.md).
-TILES = Tuning(fetch_tiles=256, page_size=128)
+# those of 32 0.82 and 0.79, and fetching every fourth line was 1.12 times as fast as every line. Fetched a whole
+# block ahead, fp8 is 1.08 to 1.14 times as fast, int8 0.99 to 1.09 (docs/performance.md).
+TILES = Tuning(fetch_tiles=256, near_narrow=1 << 20, page_size=128)
 
 
 @dataclass(frozen=True, slots=True)

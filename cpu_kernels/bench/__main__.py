@@ -55,18 +55,19 @@ def main(argv: list[str] | None = None) -> None:
             if case.neighbour:
                 row = measure_beside_neighbour(case, pool, args.rounds)
             else:
-                row = measure(case, pool, args.rounds, _against(case, prepared), args.peers)
+                row = measure(case, pool, args.rounds, _against(case, prepared, args.page_size), args.peers)
             row |= stamp()
             print(json.dumps(row) if args.json else " | ".join(str(row.get(c, "-")) for c in COLUMNS), flush=True)
 
 
-def _against(case: Case, prepared: dict[str, Prepared]) -> Prepared | None:
-    """The case to compare with; only one is kept in memory."""
+def _against(case: Case, prepared: dict[str, Prepared], page_size: int | None = None) -> Prepared | None:
+    """The case to compare with, on pages of `page_size` if given; only one is kept in memory."""
     if not case.against:
         return None
     if case.against not in prepared:
         prepared.clear()
-        prepared[case.against] = Prepared(next(c for c in (*REFERENCE, *EACH) if c.name == case.against))
+        other = next(c for c in (*REFERENCE, *EACH) if c.name == case.against)
+        prepared[case.against] = Prepared(other if page_size is None else replace(other, page=page_size))
     return prepared[case.against]
 
 

@@ -79,7 +79,7 @@ NEIGHBOUR = (Case("neighbour", 4, neighbour=True),)
 NUMBA = tuple(
     Case(f"{name}-group{g}", g, against=f"group{g}", backend=name)
     for name in ("numba", "numba_topk_approx")
-    for g in (1, 4)
+    for g in (1, 4, 8)
 )
 COMMON = tuple(
     Case(f"common-group{g}", g, lens=(4352,) * 16, common=4096, read_once=True, against=f"each-group{g}")

@@ -5,9 +5,10 @@ A page's lines are B tiles as they lie in memory (a row of a B tile is 16 lanes 
     scores   C[heads][16 positions] += A[heads][32 dims of q] . B[16 dim pairs][16 positions]      one per 32 dims
     values   C[heads][16 dims]      += A[heads][32 weights]   . B[16 position pairs][16 dims]      one per 32 positions
 
-Lines of fp8 are widened to such rows first, in a small buffer that stays in the first-level cache; buffers rotate, so
-that a tile is not loaded from what was stored just before. A remainder of 16 dims or 16 positions uses tiles of half
-the depth. Pages with masked positions go through the line math, whose weights and queries have the same form.
+Lines of fp8 are widened to such rows first, in a small buffer that stays in the first-level cache: those of a tile
+while the tile before is multiplied, so that none is loaded from what was stored just before. A remainder of 16 dims or
+16 positions uses tiles of half the depth. Pages with masked positions go through the line math, whose weights and
+queries have the same form.
 `HardwareTiles` emits the instructions; `EmulatedTiles` computes the same on memory with bf16 dot products, so that the
 algorithm is tested on machines without AMX.
 """
@@ -134,8 +135,8 @@ class AmxMath(LineMath):
         super().__init__(k, tiles)
         self.ops = ops
         self.rows = blocks_of(k.group, MAX_ROWS)
-        self.turns = 1 if tiles.words_per_line == 1 else TURNS
-        self.wide = k.f.buffer(self.turns * max(k.dim, k.page) * 32) if self.turns > 1 else None
+        self.wide_bytes = max(k.dim, k.page) * 32
+        self.wide = k.f.buffer(TURNS * self.wide_bytes) if tiles.words_per_line > 1 else None
 
     def begin(self, k: Frame) -> None:
         if len(self.rows) == 1:
@@ -160,10 +161,8 @@ class AmxMath(LineMath):
             with f.loop(0, k.page // LANES) as t:
                 ops.zero(f, C)
                 at = t * k.tile_bytes
-                lines, first = self._rows_of(k, here, at, k.dim, t)
-                for d in range(0, k.dim, 32):
-                    self._step(k, queries.at(d * 2), k.dim * 2, lines.at(first + d * 32), k.dim - d < 32)
-                    self._fetch(k, ahead if number == 0 else None, at, d, min(32, k.dim - d))
+                source = None if ahead is None or number else ahead.at(at)
+                self._multiply(k, queries, here.at(at), k.dim, source, t)
                 ops.store(f, C, k.s.at(t * 64 + g0 * k.page * 4), k.page * 4)
                 if k.layout.kind.limit:
                     scale = f.load(V16F, k.scales, t * 64)
@@ -171,32 +170,39 @@ class AmxMath(LineMath):
                         where = k.s.at(t * 64 + g * k.page * 4)
                         f.store(f.load(V16F, where) * scale, where)
 
-    def _step(self, k: Frame, factors: Value, stride: int, lines: Value, half: bool) -> None:
-        a, b = (A_HALF, B_HALF) if half else (A, B)
-        self.ops.load(k.f, a, factors, stride)
-        self.ops.load(k.f, b, lines, 64)
-        self.ops.multiply(k.f, C, a, b)
+    def _multiply(self, k: Frame, factors: Value, lines: Value, depth: int, ahead: Value | None, turn: Value) -> None:
+        """C += rows of `depth` factors times as many dims or positions of 16 lanes, fetching `ahead` on the way."""
+        pieces = [(first, min(32, depth - first)) for first in range(0, depth, 32)]
+        rows = lines if self.wide is None else self.wide.at((turn % TURNS) * self.wide_bytes)
+        if self.wide is not None:
+            self._widen(k, lines, rows, pieces[0], ahead)
+        for number, (first, count) in enumerate(pieces):
+            if self.wide is None:
+                self._fetch(k, ahead, first, count, k.tuning.fetch_tiles)
+            elif number + 1 < len(pieces):
+                self._widen(k, lines, rows, pieces[number + 1], ahead)
+            a, b = (A, B) if count == 32 else (A_HALF, B_HALF)
+            self.ops.load(k.f, a, factors.at(first * 2), depth * 2)
+            self.ops.load(k.f, b, rows.at(first * 32), 64)
+            self.ops.multiply(k.f, C, a, b)
 
-    def _rows_of(self, k: Frame, lines: Value, at: Value, depth: int, turn: Value) -> tuple[Value, Value]:
-        """`depth` dims or positions of 16 lanes as rows of B tiles: the lines at `at`, or a buffer of them widened."""
-        if self.wide is None:
-            return lines, at
-        n, words = k.layout.per_lane, self.tiles.words_per_line
-        out = self.wide.at((turn % self.turns) * (max(k.dim, k.page) * 32))
-        with k.f.loop(0, depth // n, 4) as i:
-            for u in range(4):
-                for j, row in enumerate(self.tiles.factors(k.f, lines.at(at + (i + u) * k.layout.line_bytes))):
-                    k.f.store(row, out.at((i + u) * (words * 64) + j * 64))
-        return out, k.f.const(I64, 0)
+    def _widen(self, k: Frame, lines: Value, rows: Value, piece: tuple[int, int], ahead: Value | None) -> None:
+        """Store the lines of `piece` dims or positions as rows of a B tile, which is heavy arithmetic per line."""
+        f, (first, count), size = k.f, piece, k.layout.line_bytes
+        at = first * 32
+        for line in range(first // k.layout.per_lane, (first + count) // k.layout.per_lane):
+            self._fetch(k, ahead, line * k.layout.per_lane, k.layout.per_lane, k.tuning.fetch_heavy)
+            for row in self.tiles.factors(f, lines.at(line * size)):
+                f.store(row, rows, at)
+                at += 64
 
-    def _fetch(self, k: Frame, ahead: Value | None, at: Value, first: int, depth: int) -> None:
+    def _fetch(self, k: Frame, ahead: Value | None, first: int, depth: int, every: int) -> None:
         """Fetch the lines of `depth` dims or positions from `first` on."""
-        every, size = k.tuning.fetch_tiles, k.tile_bytes // k.dim  # bytes of 16 lanes of one element
+        size = k.tile_bytes // k.dim  # bytes of 16 lanes of one element
         if ahead is not None and every:
-            base = at + first * size
-            for byte in range(0, depth * size, 64):
-                if (first * size + byte) % every == 0:
-                    k.f.prefetch(ahead.at(base + byte), k.tuning.cache_level)
+            for byte in range(first * size, (first + depth) * size, 64):
+                if byte % every == 0:
+                    k.f.prefetch(ahead.at(byte), k.tuning.cache_level)
 
     def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         if edge is not None:
@@ -210,8 +216,5 @@ class AmxMath(LineMath):
                 state = k.o.at(c * 64 + g0 * k.dim * 4)
                 ops.load(f, C, state, k.dim * 4)
                 at, source = c * k.column_bytes, column_source(k, ahead if number == 0 else None, c)
-                lines, first = self._rows_of(k, values, at, k.page, c)
-                for row in range(0, k.page, 32):
-                    self._step(k, weights.at(row * 2), k.page * 2, lines.at(first + row * 32), k.page - row < 32)
-                    self._fetch(k, source, at, row, min(32, k.page - row))
+                self._multiply(k, weights, values.at(at), k.page, None if source is None else source.at(at), c)
                 ops.store(f, C, state, k.dim * 4)

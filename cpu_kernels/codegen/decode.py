@@ -215,7 +215,7 @@ class DecodeKernel:
         low, high = (low > 0).select(low, 0), (high < k.page).select(high, k.page)
         k.start, k.scales = start, here.at(2 * k.layout.k_bytes)
         half = k.layout.k_bytes
-        near = half >= k.tuning.near_bytes
+        near = half >= (k.tuning.near_bytes if k.layout.element_bytes > 1 else k.tuning.near_narrow)
         with f.either(low.eq(0) & high.eq(k.page)) as whole:
             self.math.scores(k, here, here.at(half) if near else ahead[0], None)
             softmax.update(k, self.math, None)

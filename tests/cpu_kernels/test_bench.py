@@ -10,7 +10,7 @@ import pytest
 
 import cpu_kernels as ck
 from cpu_kernels.bench import cases, store
-from cpu_kernels.bench.__main__ import arguments, chosen, main
+from cpu_kernels.bench.__main__ import _against, arguments, chosen, main
 from cpu_kernels.bench.measure import Prepared, measure, measure_beside_neighbour, rounds_of
 from cpu_kernels.bench.peers import Peer
 from cpu_kernels.bench.readloop import DISTANCES, UNIT_BYTES, ReadLoop
@@ -68,6 +68,12 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert {c.page for c in chosen(arguments(["--sets", "reference,shapes", "--page-size", "128"]))} == {128}
     with pytest.raises(SystemExit, match="unknown nothing; known: reference"):
         main(["--sets", "nothing"])
+
+
+def test_a_ratio_is_to_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpu_kernels.bench.__main__.Prepared", lambda case: case)
+    pages = [_against(cases.DTYPES[0], {}, size).page for size in (None, 128)]  # type: ignore[union-attr]
+    assert pages == [32, 128]
 
 
 def test_stores_are_timed_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:

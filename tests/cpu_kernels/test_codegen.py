@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cpu_kernels.codegen.decode import build_decode
 from cpu_kernels.codegen.frame import blocks_of
 from cpu_kernels.codegen.worker import build_worker
 from cpu_kernels.layout import Layout
+from cpu_kernels.tuning import TILES
 
 ROOT = Path(ck.__file__).parent
 NO_AMX = dict(isa.detect(override="").missing).get("amx_bf16")
@@ -64,6 +66,16 @@ def test_amx_uses_one_tile_product_per_kibibyte() -> None:
     """K: 2 tiles of 16 positions in one loop of head_dim/32 products; V: one product per chunk, looped."""
     found = instructions("amx_bf16", "bf16", group=8, dim=128)
     assert found["tdpbf16ps"] >= 4 + 1 and found["vdpbf16ps"] > 0  # the lines serve pages with masked positions
+
+
+@pytest.mark.skipif(isa.target_cpu("portable") != "x86-64", reason="the instructions are those of x86-64")
+def test_tiles_of_fp8_fetch_every_line_that_they_widen() -> None:
+    """K of a tile has 32 lines, a column of V 8; fetched like bf16's, every fourth, fp8 waited for memory."""
+    made = [replace(TILES, fetch_heavy=every) for every in (64, 0)]
+    texts = [
+        jit.assembly(build_decode(Layout("fp8", 128, 32), "amx_bf16", 4, x), jit.target_of("amx_bf16")) for x in made
+    ]
+    assert texts[0].count("prefetch") - texts[1].count("prefetch") >= 32 + 8
 
 
 SHAPES = [(64, 32, 4), (80, 16, 3), (96, 64, 2), (32, 32, 17), (128, 128, 8), (16, 16, 16)]

@@ -17,8 +17,8 @@ from cpu_kernels.tuning import TABLE, TABLES, Tuning
 
 OTHERS = (
     Tuning(fetch_light=0, fetch_heavy=0, fetch_tiles=0, near_bytes=0, run_group=0, chunk_bytes=64),
-    Tuning(fetch_light=64, fetch_heavy=256, fetch_tiles=256, cache_level=3, near_bytes=1 << 20, run_group=128),
-    Tuning(fetch_light=256, fetch_heavy=128, fetch_tiles=128, cache_level=1, run_heads=2, chunk_bytes=1 << 30),
+    Tuning(fetch_light=64, fetch_heavy=256, fetch_tiles=256, cache_level=3, near_narrow=0, run_group=128),
+    Tuning(fetch_heavy=128, fetch_tiles=128, cache_level=1, near_bytes=1 << 20, near_narrow=1 << 20, run_heads=2),
 )
 CPUINFO = (
     "processor\t: 0\nflags\t\t: fpu {}\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: {}\n"
