@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 import time
@@ -59,13 +58,11 @@ def raise_error_of(future: Future) -> None:
 
 
 _ALL = sys.maxsize // 2
-_open_devices: weakref.WeakSet[LiveDevice] = weakref.WeakSet()
+_open_devices: set[LiveDevice] = set()  # until they are closed: their threads go with them
 
 
 def close_abandoned() -> None:
-    """Close the devices whose owners are gone: their threads would hold them for ever, and what their ops hold."""
-    if _open_devices:
-        gc.collect()  # owners are parts of cycles
+    """Close the devices whose owners are gone: their threads would go on for ever."""
     with interrupts_held:
         for device in [d for d in _open_devices if d.owner is not None and d.owner() is None]:
             device.close()
