@@ -5,8 +5,8 @@
                          ^ GPU pages are free for others                  ^ nothing is computed again
 
 A context is kept by the finished request itself, or by one that stands in for a preempted request while that waits. It
-is only ever a cache: when somebody who runs needs the pages, the one that has paused for the longest goes, sessions
-before preempted requests, and what it held is computed again.
+is only ever a cache: when somebody who runs needs a page, the one that has paused for the longest gives up its newest,
+sessions before preempted requests, and those tokens are computed again.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridattn.core.page_table import PageTable
+from hybridattn.core.page_table import CPU_TIER, PageTable
 from hybridattn.core.request import DeclaredTokens, Request, State
 
 
 class Contexts:
     """The contexts of one engine, those that paused first in front; by the name of the session, or by the request that
-    was preempted. ``cut(request, tokens)`` frees the pages of a request behind its first ``tokens`` tokens.
+    was preempted. ``cut(request, tokens)`` frees the pages of a request behind its first ``tokens`` tokens; ``page`` is
+    tokens of a page.
 
     Attributes
     ----------
     reused_tokens : tokens that a turn found again instead of computing them
-    evicted : contexts that gave way to running requests
+    evicted : contexts that have given all up to running requests
     """
 
-    __slots__ = ("_cut", "_held", "evicted", "reused_tokens")
+    __slots__ = ("_cut", "_held", "_page", "evicted", "reused_tokens")
 
-    def __init__(self, cut: Callable[[Request, int], None]) -> None:
+    def __init__(self, cut: Callable[[Request, int], None], page: int) -> None:
         self._cut = cut
+        self._page = page
         self._held: dict[str | Request, Request] = {}
         self.reused_tokens = 0
         self.evicted = 0
@@ -55,10 +57,11 @@ class Contexts:
         self.drop(request.session)
         self._rest(request.session, request)
 
-    def stand_in(self, request: Request) -> Request:
-        """A request was preempted: its K,V stay with who is returned, until it is admitted again."""
+    def stand_in(self, request: Request, tokens: int) -> Request:
+        """A request was preempted: K,V of its first ``tokens`` tokens stay with who is returned, until it is admitted
+        again."""
         held = Request(request.request_id, request.index, request.token_ids, 1, None, request.arrival_ns)
-        held.tier, held.num_computed, held.page_names = request.tier, request.num_computed, request.page_names
+        held.tier, held.num_computed, held.page_names = request.tier, tokens, request.page_names
         held.pages, request.pages = request.pages, PageTable()
         self._rest(request, held)
         return held
@@ -86,12 +89,20 @@ class Contexts:
         return (held, count) if count else None
 
     def evict(self, tier: str) -> bool:
-        """Drop the context that has paused for the longest of those with pages on a tier; False: there is none."""
+        """Free the newest page on a tier, and what follows on it, of the context that has paused for the longest of
+        those with pages there; False: there is none. What a window still needs goes as a whole."""
         at_rest = [key for key, r in self._held.items() if _rests(r, tier)]
         if not at_rest:
             return False
-        self.evicted += 1
-        self.drop(min(at_rest, key=lambda key: isinstance(key, Request)))
+        key = min(at_rest, key=lambda key: isinstance(key, Request))
+        held = self._held[key]
+        left = (held.pages.num_cold if tier == CPU_TIER else len(held.pages)) - 1
+        if held.pages.gone or not left:
+            self.evicted += 1
+            self.drop(key)
+        else:
+            held.num_computed = min(held.num_computed, left * self._page)
+            self._cut(held, held.num_computed)
         return True
 
     def drop(self, key: str | Request) -> None:

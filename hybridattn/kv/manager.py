@@ -92,7 +92,7 @@ class KVManager:
             CPU_TIER: BlockPool(CPU_TIER, config.cpu_kv_blocks, config.page_size),
         }
         self.prefixes = Prefixes(config.page_size, self.pools, store) if config.share_prefixes else None
-        self.contexts = Contexts(self.cut)
+        self.contexts = Contexts(self.cut, config.page_size)
         self.under_way: list[Move] = []
         self._begun: list[Move] = []
 
@@ -165,15 +165,16 @@ class KVManager:
         table.append(tier, self._take(tier, need - len(table)))
 
     def preempt(self, request: Request) -> None:
-        """A request gives its pages of the tier up: K,V go down while the CPU tier has pages that are free, and have to
-        be computed again otherwise."""
+        """A request gives its pages up to whoever needs them: K,V on the CPU tier stay until then, those of the GPU tier
+        go down as far as the CPU tier has pages that are free. The rest has to be computed again."""
         self.computed(request)
-        count = blocks_for(request.num_computed, self._page)
-        fits = count - request.pages.gone - request.pages.num_cold <= self.pools[CPU_TIER].num_free
-        if not (count and fits and request.tier == GPU_TIER and self.can_move):
+        table, count = request.pages, blocks_for(request.num_computed, self._page)
+        room = self.pools[CPU_TIER].num_free if self.can_move else 0
+        kept = min(count, table.gone + table.num_cold + min(room, len(table.hot)))
+        if kept <= table.gone or (table.gone and kept < count):  # what a window still needs is there as a whole or not
             self.give_back(request)
             return
-        held = self.contexts.stand_in(request)
+        held = self.contexts.stand_in(request, min(request.num_computed, kept * self._page))
         if held.pages.hot:
             self.move_context(held, CPU_TIER)
         else:
@@ -193,7 +194,7 @@ class KVManager:
             self.pools[tier].free(dropped)
 
     def _take(self, tier: str, count: int) -> list[int]:
-        """``count`` pages; contexts give theirs up where too few are free."""
+        """``count`` pages; contexts give some of theirs up where too few are free."""
         pool = self.pools[tier]
         while pool.num_free < count and self.contexts.evict(tier):
             pass
@@ -227,8 +228,8 @@ class KVManager:
         return CPU_TIER if up else tier
 
     def _share(self, request: Request, source: str) -> None:
-        """A request begins with pages of ``source`` that are there already. One that it would write to is its own: a
-        context that ends inside a page with a name gives that page up."""
+        """A request begins with pages of ``source`` that are there already, where they are more than its own. One that it
+        would write to is its own: a context that ends inside a page with a name gives that page up."""
         assert self.prefixes is not None
         whole = request.num_computed // self._page
         if request.num_computed % self._page:
@@ -236,13 +237,15 @@ class KVManager:
             if self.pools[at].holders(last) > 1 or self.pools[at].name_of(last) is not None:
                 request.num_computed = whole * self._page
                 self.cut(request, request.num_computed)
-        if not request.pages:
-            pages = self.prefixes.found(request, source)
+        pages = self.prefixes.found(request, source)
+        more = len(pages) * self._page - request.num_computed
+        if more > 0:
             for page in pages:
                 self.pools[source].share(page)
+            self.give_back(request)
             request.pages.append(source, pages)
-            request.num_computed = len(pages) * self._page
-            self.prefixes.reused_tokens += request.num_computed
+            request.num_computed += more
+            self.prefixes.reused_tokens += more
 
     def lower(self) -> None:
         """Pages of prefixes that nobody holds any more on the GPU tier are copied down, while the CPU tier has pages

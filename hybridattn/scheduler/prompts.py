@@ -90,7 +90,8 @@ class Prompts:
         held = self._kv.contexts.find(request)
         if held is not None and held.in_flight:
             return None, 0  # its context is on its way
-        if held is None and self._kv.must_wait(request, self._queues.prefilling):
+        whole = held is not None and held.num_computed >= request.num_computed  # or it lost some since
+        if not whole and self._kv.must_wait(request, self._queues.prefilling):
             return None, 0
         tier, cold = self._place(request, held)
         if tier is None:

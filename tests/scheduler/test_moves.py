@@ -204,6 +204,17 @@ def test_nothing_is_computed_twice_that_the_cpu_tier_has_room_for(policy, cpu):
     assert lost <= again  # beside them its newest token, whose K,V it never had
 
 
+@pytest.mark.parametrize(("cpu", "lost"), [(5, PAGE), (7, 0)])
+def test_a_victim_of_the_cpu_tier_loses_no_more_than_the_pages_that_others_need(cpu, lost):
+    """Two requests of 4 pages at the end; the younger gives way, and loses a page of 16 tokens or none."""
+    jobs = [([1, 2, 3] * 5, 40), ([4] * 15, 40)]
+    engine = build(SyncOffload(1.0), gpu=0, cpu=cpu)
+    got, _ = serve(engine, jobs, lambda step: ((), ()))
+    assert got == [reference(p, n, LAYERS) for p, n in jobs]
+    records = engine.take_records().requests
+    assert [r.preemptions for r in records] == [0, 1] and sum(r.recomputed_tokens for r in records) == lost
+
+
 @pytest.mark.parametrize(("left", "tier"), [(1, "cpu"), (20, "gpu")])
 def test_a_preempted_request_decodes_where_its_k_v_lie_when_bringing_them_up_does_not_pay(left, tier):
     policy = AsyncOverlap()

@@ -234,6 +234,36 @@ def test_writing_into_a_shared_page_is_noticed():
         parts_inside_a_shared_page(engine)
 
 
+class Files(dict):
+    """A file tier in memory."""
+
+    def __init__(self, read, write):
+        self.read, self.write = read, write
+
+    def has(self, name):
+        return name in self
+
+    def save(self, name, page):
+        self[name] = self.read(page)
+
+    def load(self, name, page):
+        self.write(page, self[name])
+        return True
+
+
+@pytest.mark.parametrize("open_store", [None, Files])
+def test_a_victim_of_the_cpu_tier_finds_what_it_gave_up_in_files(open_store):
+    """Two requests of 4 pages at the end on 5: the first takes a page of what the second has computed."""
+    config = EngineConfig(0, 5, PAGE, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, share_prefixes=True)
+    stages, device = MovingToyStages(LAYERS, 0, 5, PAGE, 2), SimDevice(lambda op: 10, execute=True)
+    engine = Engine(stages, device, SyncOffload(1.0), config, open_store=open_store)
+    requests = [add(engine, [i, 3] * 8, 40) for i in (1, 2)]
+    finish(engine)
+    assert [answer(r) for r in requests] == [reference([i, 3] * 8, 40, LAYERS) for i in (1, 2)]
+    assert [r.preemptions for r in requests] == [0, 1]
+    assert requests[1].recomputed_tokens == (0 if open_store else PAGE)
+
+
 def test_the_copies_go_down_once():
     engine = build()
     for i in range(3):
