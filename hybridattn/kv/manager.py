@@ -165,8 +165,8 @@ class KVManager:
         table.append(tier, self._take(tier, need - len(table)))
 
     def preempt(self, request: Request) -> None:
-        """A request gives its pages up to whoever needs them: K,V on the CPU tier stay until then, those of the GPU tier
-        go down as far as the CPU tier has pages that are free. The rest has to be computed again."""
+        """A request gives its pages up to whoever needs them. K,V on the CPU tier stay until then, and those of the GPU
+        tier go down as far as the CPU tier has pages that are free; the rest has to be computed again."""
         self.computed(request)
         table, count = request.pages, blocks_for(request.num_computed, self._page)
         room = self.pools[CPU_TIER].num_free if self.can_move else 0
@@ -228,8 +228,8 @@ class KVManager:
         return CPU_TIER if up else tier
 
     def _share(self, request: Request, source: str) -> None:
-        """A request begins with pages of ``source`` that are there already, where they are more than its own. One that it
-        would write to is its own: a context that ends inside a page with a name gives that page up."""
+        """A request begins with pages of ``source`` that are there already, where they are more than its own. One that
+        it would write to is its own: a context that ends inside a page with a name gives that page up."""
         assert self.prefixes is not None
         whole = request.num_computed // self._page
         if request.num_computed % self._page:

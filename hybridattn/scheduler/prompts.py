@@ -53,7 +53,7 @@ class Prompts:
             if held is None or held.in_flight or held.num_computed != request.num_tokens - 1:
                 break
             tier, cold = self._place(request, held)
-            if tier is None:
+            if tier is None or not self._can_take_up(request, held, tier, cold):
                 break
             self._admit(request, tier, cold, now_ns)
 
@@ -98,7 +98,7 @@ class Prompts:
             return None, 0
         if (tier == CPU_TIER or cold) and self._must_wait_for_staging(request, cold, held, budget, segments):
             return None, 0
-        if held is not None and not self._can_take_up(held, tier, cold):
+        if held is not None and not self._can_take_up(request, held, tier, cold):
             return None, 0
         return tier, cold
 
@@ -138,7 +138,7 @@ class Prompts:
         begun = (r for r in self._queues.running if r.state in (State.PREFILL, State.MOVING))
         return any(r.pages.stays_cold and id(r) not in through for r in begun)
 
-    def _can_take_up(self, held: Request, tier: str, cold: int) -> bool:
+    def _can_take_up(self, request: Request, held: Request, tier: str, cold: int) -> bool:
         """False: the context first has to go down, where its pages, or more of them, are to be cold. A prompt that goes
         on from K,V on the CPU tier needs the staging area, which is given to those who are admitted and not to those
         who arrive. One that cannot go where it is wanted is dropped."""
@@ -149,7 +149,8 @@ class Prompts:
         if self._swaps.possible and hot <= self._kv.free(CPU_TIER) - held.pages.num_cold:
             self._kv.move_context(held, CPU_TIER)
             return False
-        self._kv.contexts.drop(held.session)  # a preempted request's never waits on the GPU tier
+        contexts = self._kv.contexts
+        contexts.drop(request if contexts.preempted(request) is held else held.session)
         return True
 
     def _wanted(self, budget: int, segments: list[Segment], decodes: list[Segment], idle: tuple[CpuRow, ...]) -> int:
