@@ -184,6 +184,42 @@ def test_slurm_is_composed_as_its_launcher_documents_it(capsys):
     assert "SlurmLauncher" in out and "partition: cpu" in out and "array_parallelism: 256" in out
 
 
+SLURM = {  # as much of it as its users' commands show: an array of jobs, one after the other, on this machine
+    "sbatch": """#!/bin/bash
+        last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "${@: -1}")
+        export SLURM_ARRAY_JOB_ID=70 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NUM_NODES=1
+        for task in $(seq 0 "$last"); do
+            SLURM_JOB_ID=$((70 + task)) SLURM_ARRAY_TASK_ID=$task bash "${@: -1}"
+        done >"$0.log" 2>&1 &
+        echo "Submitted batch job 70" """,
+    "srun": """#!/bin/bash
+        while [[ $1 != *python* ]]; do shift; done
+        exec "$@" """,
+    "sacct": "#!/bin/bash\nprintf 'JobID|State\\n70_[0-9]|RUNNING\\n'",
+}
+
+
+def test_slurm_gets_an_array_of_jobs_whose_rows_are_collected(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    (tmp_path / "my_points.py").write_text(POINTS)
+    (tmp_path / "bin").mkdir()
+    for name, script in SLURM.items():
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=cpu", "+settings.divisor=1,0,4"]
+    process = command(tmp_path, *words)
+    out, err = process.communicate(timeout=120)
+    said = f"{out}\n{err}\n{(tmp_path / 'bin/sbatch.log').read_text()}"
+    found = sorted(rows(tmp_path), key=lambda r: r["point"])
+    assert [(r["launcher"], r["status"]) for r in found] == [("submitit_slurm", s) for s in ("ok", "failed", "ok")], (
+        said
+    )
+    assert process.returncode == 1 and "launcher submitit_slurm (" in out and "2 points ran, 1 failed" in out, said
+    script = next((latest(tmp_path) / ".submitit").rglob("*.sh")).read_text()
+    assert "#SBATCH --partition=cpu" in script and "#SBATCH --array=0-2%" in script
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("hydra_plugins.hydra_ray_launcher") is None, reason="hydra-ray-launcher is not installed")
 def test_ray_runs_points_on_a_local_cluster_and_stops_it(tmp_path):
