@@ -167,11 +167,13 @@ class Decisions:
         return one if one.ready or self._wait(one, at) else None
 
     def _look_around(self, after: int) -> bool:
-        """See which micro-batches are ready; True where one could take a detour: the GPU does not come to it next."""
+        """See which micro-batches are ready; True where one could take a detour: the GPU does not come to it next. One
+        that is known to be ready stays so until its next attention."""
         possible = False
         for c in self._in_flight.micro_batches:
-            c.ready = ready = c.future.done()
-            if ready and c.layer != after:
+            if not c.ready:
+                c.ready = c.future.done()
+            if c.ready and c.layer != after:
                 possible = True
         return possible
 
