@@ -81,10 +81,10 @@ class StepStats:
         self.on_cpu += record.tier == "cpu"
 
 
-def check(engine: Engine, tally: StepStats) -> None:
+def check(engine: Engine, stats: StepStats) -> None:
     """The invariants of a step."""
     queues, kv = engine.scheduler.queues, engine.kv
-    require(engine.unfinished == len(tally.open_ids), f"{engine.unfinished} unfinished, {len(tally.open_ids)} open")
+    require(engine.unfinished == len(stats.open_ids), f"{engine.unfinished} unfinished, {len(stats.open_ids)} open")
     require(len(queues.running) <= engine.config.max_num_seqs, "more requests run than max_num_seqs")
     holders = {id(r): r for r in [*queues.running, *kv.contexts, *(m.request for m in kv.under_way)]}.values()
     for tier, pool in kv.pools.items():
@@ -103,38 +103,38 @@ def serve(
     engine: Engine, total: int, rng: random.Random, add: Callable[[int], Request], pause: Callable[[], None]
 ) -> dict[str, Any]:
     """Waves of requests, aborts among them, until ``total`` have ended."""
-    tally, process = StepStats(), psutil.Process()
-    engine.send_records(tally.ended)
+    stats, process = StepStats(), psutil.Process()
+    engine.send_records(stats.ended)
     baseline, last_ns, began = 0, 0, time.monotonic()
-    while tally.added < total or engine.unfinished:
-        if tally.added < total and engine.unfinished < MAX_WAITING:
+    while stats.added < total or engine.unfinished:
+        if stats.added < total and engine.unfinished < MAX_WAITING:
             if rng.random() < 0.05:
                 pause()
-            for _ in range(min(rng.randint(1, 12), total - tally.added)):
-                tally.open_ids.add(add(tally.added).request_id)
-                tally.added += 1
-        if tally.open_ids and rng.random() < 0.02:
-            engine.abort(rng.choice(sorted(tally.open_ids)))
+            for _ in range(min(rng.randint(1, 12), total - stats.added)):
+                stats.open_ids.add(add(stats.added).request_id)
+                stats.added += 1
+        if stats.open_ids and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(stats.open_ids)))
         if engine.unfinished:
             engine.step()
-        tally.steps += 1
-        check(engine, tally)
+        stats.steps += 1
+        check(engine, stats)
         now_ns = engine.device.now_ns()
         require(now_ns >= last_ns, "time went back")
         last_ns = now_ns
-        if not baseline and tally.added >= total // 4:
+        if not baseline and stats.added >= total // 4:
             baseline = process.memory_info().rss
     engine.executor.moves.wait_all()
     for number in range(SESSIONS):
         engine.end_session(f"s{number}")
-    require(sum(tally.reasons.values()) == total, f"{total} requests, {dict(tally.reasons)}")
+    require(sum(stats.reasons.values()) == total, f"{total} requests, {dict(stats.reasons)}")
     require(all(p.num_free == p.num_blocks for p in engine.kv.pools.values()), "blocks are missing at the end")
     grown = (process.memory_info().rss - baseline) / 2**20
     require(grown < GROWTH_MIB[engine.device.kind], f"memory grew by {grown:.1f} MiB after the first quarter")
     return {
-        "requests": total, "steps": tally.steps, "reasons": dict(tally.reasons), "tokens": tally.tokens,
-        "preemptions": tally.preemptions, "recomputed_tokens": tally.recomputed_tokens,
-        "reused_tokens": tally.reused_tokens, "on_cpu": tally.on_cpu, "grown_mib": round(grown, 2),
+        "requests": total, "steps": stats.steps, "reasons": dict(stats.reasons), "tokens": stats.tokens,
+        "preemptions": stats.preemptions, "recomputed_tokens": stats.recomputed_tokens,
+        "reused_tokens": stats.reused_tokens, "on_cpu": stats.on_cpu, "grown_mib": round(grown, 2),
         "took_s": round(time.monotonic() - began, 1),
     }  # fmt: skip
 

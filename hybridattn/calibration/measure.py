@@ -20,7 +20,7 @@ from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.fixed import SyncOffload
 
 CHECK_POINTS = ((3, 3, 128), (6, 12, 384))  # GPU rows, CPU rows, keys: none of them is in the tables
-PASSES, ROUNDS = 3, 2  # of steps at each point, at two moments: others may have used the machine at one of them
+STEPS, ROUNDS = 3, 2  # of steps at each point, at two moments: others may have used the machine at one of them
 # Linear stages may have the rows of both tiers, and their time has steps between powers of two.
 LINEAR_ROWS = (6, 10, 12, 24, 2 * max(ROWS))
 MIXED, MIXED_ROWS = (SyncOffload, Asymmetric), ((2, 6), (8, 8), (4, 12))  # GPU rows, CPU rows
@@ -78,15 +78,15 @@ def _measure_tables(bench: Bench, samples: list[Sample], decodes: list[Timed], s
     """Add the samples of every point, and the decode steps with rows on both tiers."""
     for context, rows in product(CONTEXTS, ROWS):
         show(f"{rows} rows of {context} keys on each tier")
-        beside = bench.steps(rows, rows, context, PASSES)
-        samples += samples_of(bench.steps(rows, 0, context, PASSES))
+        beside = bench.steps(rows, rows, context, STEPS)
+        samples += samples_of(bench.steps(rows, 0, context, STEPS))
         samples += [s for s in samples_of(beside) if s.lane != GPU]
         decodes += beside
     for rows in LINEAR_ROWS:
-        samples += [s for s in samples_of(bench.steps(rows, 0, CONTEXTS[0], PASSES)) if s.kind != "decode_attention"]
+        samples += [s for s in samples_of(bench.steps(rows, 0, CONTEXTS[0], STEPS)) if s.kind != "decode_attention"]
     for chunk in CHUNKS:
         show(f"a prompt of {chunk} tokens")
-        samples += samples_of(bench.prompts(chunk, PASSES))
+        samples += samples_of(bench.prompts(chunk, STEPS))
 
 
 def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
@@ -105,7 +105,7 @@ def calibrate(bench: Bench, show: Callable[[str], None]) -> Profile:
         )
 
     tables = costs_of(bench, profile(), bench.device.profile).pricing
-    mixed = [bench.steps(*rows, c, PASSES, policy()) for policy in MIXED for rows in MIXED_ROWS for c in CONTEXTS[1:]]
+    mixed = [bench.steps(*rows, c, STEPS, policy()) for policy in MIXED for rows in MIXED_ROWS for c in CONTEXTS[1:]]
     costs["micro_batch_op"] = micro_batch_op_cost(mixed, lambda work: tables.work_ns(GPU, work))
     return profile()
 
@@ -115,7 +115,7 @@ def check(bench: Bench, profile: Profile, fingerprint: str) -> list[tuple[str, f
     costs = costs_of(bench, profile, fingerprint)
     found = []
     for gpu_rows, cpu_rows, context in CHECK_POINTS:
-        alone, beside = (bench.steps(gpu_rows, rows, context, PASSES) for rows in (0, cpu_rows))
+        alone, beside = (bench.steps(gpu_rows, rows, context, STEPS) for rows in (0, cpu_rows))
         for timed, lane, kind in (
             (alone, GPU, "linear"),
             (alone, GPU, "decode_attention"),

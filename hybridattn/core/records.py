@@ -52,7 +52,7 @@ class StepRecord:
     """One step of the GPU over the layers (or, with ``gpu_rows == 0``, one round of detours).
 
     ``layers_advanced`` counts micro-batch-layers: a micro-batch of any size that went from layer l to l+1 counts one.
-    ``micro_batches`` is the number of micro-batches in flight when the step began, those launched by it included.
+    ``micro_batches`` is the number of micro-batches in flight when the step began, those dispatched by it included.
     """
 
     index: int

@@ -151,7 +151,7 @@ class CpuRow:
 class MicroBatch:
     """CPU rows that move through the layers together.
 
-    Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its launch to its
+    Owns the slots ``[first_slot, first_slot + len(rows))`` of the residual and exchange slabs from its dispatch to its
     end. ``layer`` is where its attention is in flight (``future``, from its first layer on) or finished. ``dead`` marks
     rows whose request was aborted or preempted: they ride along, attend to nothing, and their result is discarded.
 

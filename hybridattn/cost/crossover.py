@@ -148,7 +148,7 @@ def saturating_rows(step_ns: int, cpu_row_layer_ns: float) -> float:
     return step_ns / cpu_row_layer_ns
 
 
-def same_iteration_rows(attention_ns: int, cpu_row_layer_ns: float, num_layers: int) -> float:
+def same_step_rows(attention_ns: int, cpu_row_layer_ns: float, num_layers: int) -> float:
     """CPU rows that return within the GPU's attention of the same layer, ``T_a / (L c)``: they join at every layer."""
     _positive(attention_ns=attention_ns, cpu_row_layer_ns=cpu_row_layer_ns, num_layers=num_layers)
     return attention_ns / num_layers / cpu_row_layer_ns

@@ -49,7 +49,7 @@ def gpu_bubble_ns(spans: Sequence[Span]) -> int | None:
     return max(s.end_ns for s in gpu) - gpu[0].start_ns - busy_ns(gpu)
 
 
-def layers_per_iteration(steps: Sequence[StepRecord]) -> float | None:
+def layers_per_step(steps: Sequence[StepRecord]) -> float | None:
     """Mean number of layers that a micro-batch advances per step (*a*): layers advanced over micro-batches in flight.
 
     Steps counted are those with GPU rows or prefill tokens; rounds of detours without them are left out. ``None`` when
@@ -66,7 +66,7 @@ def stretch(steps: Sequence[StepRecord], alone_ns: int | None = None) -> float |
     Parameters
     ----------
     steps : sequence of StepRecord
-        Passes with prefill or without GPU rows are left out.
+        Steps with prefill or without GPU rows are left out.
     alone_ns : int, optional
         Duration of a step of the same GPU rows without micro-batches. Without it, steps of this run that had no
         micro-batch and the same number of GPU rows serve as the comparison.
@@ -112,7 +112,7 @@ class OverlapSummary:
     skips: int
     waits: int
     detours: int
-    layers_per_iteration: float | None
+    layers_per_step: float | None
     stretch: float | None
 
     @property
@@ -149,6 +149,6 @@ def summarize_overlap(
         skips=sum(p.skips for p in steps),
         waits=sum(p.waits for p in steps),
         detours=sum(p.detours for p in steps),
-        layers_per_iteration=layers_per_iteration(steps),
+        layers_per_step=layers_per_step(steps),
         stretch=stretch(steps, alone_ns),
     )

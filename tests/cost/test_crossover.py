@@ -123,7 +123,7 @@ def test_neo_iteration_takes_the_longer_of_each_pair():
 
 def test_rows_and_windows():
     assert crossover.saturating_rows(1000, 10) == 100
-    assert crossover.same_iteration_rows(960, 3, 32) == 10
+    assert crossover.same_step_rows(960, 3, 32) == 10
     assert crossover.detour_min_rows(30, 0.5) == pytest.approx(20)
     assert crossover.mixed_window_ns(1, 2, 3, 4) == 10
     assert crossover.exposed_stretch(200, 800) == 0.25

@@ -9,7 +9,7 @@ from hybridattn.core.records import StepRecord
 from hybridattn.metrics.overlap import (
     busy_ns,
     gpu_bubble_ns,
-    layers_per_iteration,
+    layers_per_step,
     overlap_fraction,
     stretch,
     summarize_overlap,
@@ -49,20 +49,20 @@ def test_what_is_not_there_is_missing():
     assert gpu_bubble_ns([span(CPU, 0, 10)]) is None
     empty = summarize_overlap([], [])
     assert empty.overlap_fraction is empty.gpu_bubble_fraction is empty.poll_hit_fraction is empty.stretch is None
-    assert empty.layers_per_iteration is None
+    assert empty.layers_per_step is None
 
 
 def test_busy_time_counts_covered_time_once():
     assert busy_ns([span(D2H, 0, 10), span(H2D, 5, 12), span(GPU, 20, 20), span(GPU, 30, 31)]) == 13
 
 
-def test_layers_per_iteration_of_one_layer_overlap():
+def test_layers_per_step_of_one_layer_overlap():
     # One micro-batch, three layers: it advances in three steps of four (the fourth starts its next token).
     num_layers = 3
     steps = [a_step(i, micro_batches=1, advanced=0 if i % (num_layers + 1) == num_layers else 1) for i in range(8)]
-    assert layers_per_iteration(steps) == pytest.approx(num_layers / (num_layers + 1))
+    assert layers_per_step(steps) == pytest.approx(num_layers / (num_layers + 1))
     # A round of detours is no step: it would hide how far joins alone carry a micro-batch.
-    assert layers_per_iteration([*steps, a_step(gpu_rows=0, micro_batches=1, advanced=3)]) == pytest.approx(0.75)
+    assert layers_per_step([*steps, a_step(gpu_rows=0, micro_batches=1, advanced=3)]) == pytest.approx(0.75)
 
 
 def test_stretch_compares_steps_of_equal_gpu_rows():

@@ -63,7 +63,7 @@ def test_a_row_is_plain_named_with_units_and_has_provenance():
     assert row["memory_gpu_used_bytes"] == 90
     counts = {
         "num_layers", "completed", "failed", "empty", "preemptions", "steps", "polls_made", "polls_hit",
-        "polls_missed", "joins", "skips", "waits", "detours", "layers_per_iteration", "completed_gpu_tier",
+        "polls_missed", "joins", "skips", "waits", "detours", "layers_per_step", "completed_gpu_tier",
         "completed_cpu_tier", "recomputed_tokens", "reused_tokens",
     }  # fmt: skip
     for name in row.keys() - counts - {"device", "kind", "profile", "commit"}:

@@ -62,16 +62,16 @@ def test_nothing_has_no_share_and_host_stages_are_checked():
         Share(-1, 0)
 
 
-PASSES = [a_step(0, 0, 90, prefill=64), a_step(1, 100, 190, prefill=64), a_step(2, 200, 290), a_step(3, 300, 390)]
+STEPS = [a_step(0, 0, 90, prefill=64), a_step(1, 100, 190, prefill=64), a_step(2, 200, 290), a_step(3, 300, 390)]
 
 
 def test_phases_of_a_chunked_prefill():
     # The token is known at 200, exactly when the next step begins: it belongs to the step that made it.
     requests = [RequestRecord("r", 0, 300, 128, (200, 300), "length"), RequestRecord("none", 0, 9, 4, (), "abort")]
-    marks = step_phases(PASSES, requests)
+    marks = step_phases(STEPS, requests)
     assert marks == [(0, "prefill"), (100, "first_token"), (200, "decode"), (300, "decode")]
     spans = [span(GPU, 0, 90, 90), span(GPU, 100, 190, 90), span(CPU, 150, 250, 1000), span(GPU, 310, 320, 5)]
-    found = phase_shares(spans, PASSES, requests)
+    found = phase_shares(spans, STEPS, requests)
     assert found["prefill"].busy_time == Share(0, 90)
     assert found["first_token"].busy_time == Share(50, 90)
     assert found["first_token"].work == Share(500, 90)

@@ -93,8 +93,8 @@ def test_a_wait_needs_a_starving_cpu_a_short_remainder_and_a_budget():
 def test_waits_are_bounded_by_the_prediction():
     micro_batch = ready(layer=3, is_ready=False, return_ns=1100 * US)
     where = at(gpu_free_us=1000)
-    patience = rule().max_wait_ns(micro_batch, where)
-    assert 1100 * US - where.now_ns < patience < 2 * (1100 * US - where.now_ns)
+    longest = rule().max_wait_ns(micro_batch, where)
+    assert 1100 * US - where.now_ns < longest < 2 * (1100 * US - where.now_ns)
 
 
 def test_a_large_micro_batch_takes_a_detour_when_the_cpu_runs_dry_and_a_small_one_does_not():

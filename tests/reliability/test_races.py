@@ -193,7 +193,7 @@ def problem():
 def stress(problem, workers, drivers, count, seed):
     """(right, failed, cancelled) of ``count`` submissions per driver; raises when a result is wrong or a wait hangs."""
     plan, q, want = problem
-    tally, trouble = [0, 0, 0], []
+    counts, trouble = [0, 0, 0], []
     lock = threading.Lock()
     with ck.WorkerPool(workers, cpus=ck.topology.read().allowed) as pool:
 
@@ -224,7 +224,7 @@ def stress(problem, workers, drivers, count, seed):
                 kind = 0
                 assert np.array_equal(out, want)  # bit-equal, whoever computed it
             with lock:
-                tally[kind] += 1
+                counts[kind] += 1
 
         crew = [threading.Thread(target=drive, args=(n,)) for n in range(drivers)]
         for thread in crew:
@@ -235,7 +235,7 @@ def stress(problem, workers, drivers, count, seed):
         assert pool.backlog() == 0
     if trouble:
         raise trouble[0]
-    return tally
+    return counts
 
 
 @pytest.mark.filterwarnings("ignore:num_workers")  # more workers than cpus on purpose
@@ -249,9 +249,9 @@ def test_the_pool_under_stress_with_errors_and_cancellations(problem, workers):
 @pytest.mark.filterwarnings("ignore:num_workers")
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_ten_thousand_submissions(problem, workers):
-    tally = stress(problem, workers, drivers=4, count=2500, seed=workers)
-    print(f"{workers} workers: {tally[0]} right, {tally[1]} failed, {tally[2]} cancelled")
-    assert sum(tally) == 10_000
+    counts = stress(problem, workers, drivers=4, count=2500, seed=workers)
+    print(f"{workers} workers: {counts[0]} right, {counts[1]} failed, {counts[2]} cancelled")
+    assert sum(counts) == 10_000
 
 
 # -- orderings -------------------------------------------------------------------------------------------------------
