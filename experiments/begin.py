@@ -36,19 +36,16 @@ def begin(config: DictConfig, points: Sequence[str] = (), composed: Mapping[str,
         folder.mend()
     else:
         folder = ResultFolder.new(_wanted(config))
-        if config.point:
-            (folder.path / "points").mkdir()
+        (folder.path / "points").mkdir()
         if composed is not None:
             folder.write_json("composed.json", composed)
         task = list(config.hydra.overrides.task)
         document = {"name": config_name, "overrides": task, "points": list(points)}
         chosen = {"launcher": config.hydra.runtime.choices["hydra/launcher"], "command": _command(config)}
-        if config.point:
-            folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit(), "began": _now()})
-    if config.point:
-        asked, analysis = [asdict(question) for question in questions_of(config.analysis)], config.analysis
-        beside = {"theory": analysis.theory, "published": published_rows(analysis.published)}
-        folder.write_json(ASKED, {"title": config.title, "question": config.question, "asked": asked, **beside})
+        folder.write_json("sweep.json", {**document, **chosen, "commit": git_commit(), "began": _now()})
+    asked, analysis = [asdict(question) for question in questions_of(config.analysis)], config.analysis
+    beside = {"theory": analysis.theory, "published": published_rows(analysis.published)}
+    folder.write_json(ASKED, {"title": config.title, "question": config.question, "asked": asked, **beside})
     if config.beside:
         remember(ResultFolder.open(Path(config.beside)), folder, config_name)
     _write_there(config, folder.path)

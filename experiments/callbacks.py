@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -37,12 +36,7 @@ class Results(Callback):
             self._begin(config)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        job = kwargs.get("job_return")
-        if config.point:
-            self._end(config)
-        elif isinstance(job, JobReturn):  # a runner prints its own results
-            _ = job.return_value
-            raise Ended(0, folder_of(config).path)
+        self._end(config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         self._end(config)

@@ -43,25 +43,20 @@ def check_chosen(config: DictConfig) -> None:
     """There is an experiment, and something that can be imported and runs it."""
     if not config.name:
         raise InputError("no experiment was chosen: add +experiment=NAME, for example +experiment=demo")
-    if not config.point and not config.runner:
-        raise InputError(f"experiment {config.name} says neither which runner nor which point to run")
-    for what in ("runner", "point"):
-        if config[what]:
-            find(config[what], what)
+    if not config.point:
+        raise InputError(f"experiment {config.name} does not say which point to run")
+    find(config.point, "point")
 
 
 def check(config: DictConfig) -> None:
     """The settings of a composed point fit the schema of what runs them, and its tracker is known."""
     check_chosen(config)
     check_tracker(config.tracker)
-    for what in ("runner", "point"):
-        if config[what]:
-            find(config[what], what).settings(config.settings)
+    find(config.point, "point").settings(config.settings)
+    verdict_of(config)
     gpus = config.hardware.gpus
     if gpus != 1 and config.device.name != "sim":
         raise InputError(f"hardware.gpus={gpus} is for the device sim: {config.device.name} has one GPU")
-    if config.point:
-        verdict_of(config)
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:

@@ -99,10 +99,12 @@ def verdict_of(config: Any) -> Callable[..., list[str]] | None:
 
 
 def verdict_lines(config: Any, rows: Rows) -> list[str]:
-    """What the verdict says of the rows of the points that ran; InputError names a verdict that fails."""
-    judge = verdict_of(config) if config.point and rows else None
+    """What the verdict says of the rows of the points that ran, in the order of the sweep (a parallel launcher leaves
+    them in the order in which they ended); InputError names a verdict that fails."""
+    judge = verdict_of(config) if rows else None
     if judge is None:
         return []
+    rows = sorted(rows, key=lambda row: row.get("point", 0))
     name = f"{judge.__module__}:{judge.__qualname__}"
     try:
         lines = judge(rows, config) if len(inspect.signature(judge).parameters) > 1 else judge(rows)

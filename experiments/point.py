@@ -26,21 +26,15 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def run_job(config: DictConfig) -> float | None:
-    """What hydra calls for each job: one point, or the whole of an experiment that is no sweep.
+    """What hydra calls for each job: one point.
 
     Returns the value of ``analysis.y``, for sweepers that look for the best one.
     """
-    hydra = HydraConfig.get()
-    single = hydra.mode == RunMode.RUN
-    folder = ResultFolder.open(Path(hydra.run.dir if single else hydra.sweep.dir))
-    if config.runner:
-        runner = find(config.runner, "runner")
-        runner(runner.settings(config.settings), folder)
-        return None
+    hydra, folder = HydraConfig.get(), folder_here()
     sweep = folder.read_json("sweep.json")
     overrides = list(hydra.overrides.task)
     point_id = own_id(overrides, sweep["points"]) if sweep["points"] else " ".join(told_apart(overrides))
-    number = sweep["points"].index(point_id) if sweep["points"] else 0 if single else hydra.job.num
+    number = sweep["points"].index(point_id) if sweep["points"] else hydra.job.get("num", 0)
     (folder.path / "points" / f"{number}.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     launcher = hydra.runtime.choices["hydra/launcher"]
     if launcher != sweep["launcher"]:
@@ -53,6 +47,12 @@ def run_job(config: DictConfig) -> float | None:
         raise error
     found = row.get(config.analysis.y)
     return float(found) if isinstance(found, int | float) else None
+
+
+def folder_here() -> ResultFolder:
+    """The result folder of the run that this job belongs to."""
+    hydra = HydraConfig.get()
+    return ResultFolder.open(Path(hydra.run.dir if hydra.mode == RunMode.RUN else hydra.sweep.dir))
 
 
 def own_id(overrides: Sequence[str], points: Sequence[str]) -> str:

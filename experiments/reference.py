@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from hybridattn.core.errors import InputError
@@ -14,25 +13,8 @@ from hybridattn.models.load import load
 from hybridattn.models.locate import resolve
 
 
-class _Counter(BaseStreamer):
-    """Reports each new token; the first call carries the prompt."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self._advance = advance
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self._advance(value.numel())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-def greedy_reference(
-    model: str, prompts: Sequence[str], max_tokens: int, advance: Callable[[int], None] = lambda n: None
-) -> list[list[int]]:
+@lru_cache(maxsize=1)
+def greedy_reference(model: str, prompts: tuple[str, ...], max_tokens: int) -> list[list[int]]:
     """New token ids of each prompt, decoded alone in fp32 (end-of-sequence token included, as everywhere)."""
     source = resolve(model)
     if source.folder is None:
@@ -50,7 +32,6 @@ def greedy_reference(
             max_new_tokens=max_tokens,
             do_sample=False,
             pad_token_id=tokenizer.eos_id,
-            streamer=_Counter(advance),
         )
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers

@@ -132,7 +132,7 @@ class Analysis:
 
 @dataclass
 class App:
-    """The root. ``runner`` does an experiment as a whole; ``point`` does one point of a sweep.
+    """The root. ``point``, a ``package.module:function``, does one point of a sweep.
 
     question, title : what the experiment asks, for its report, and the head of its figures
     verdict : ``package.module:function`` that takes the rows of the points that ran and returns lines to print at the
@@ -146,7 +146,6 @@ class App:
     name: str = ""
     question: str = ""
     title: str = ""
-    runner: str = ""
     point: str = ""
     verdict: str = ""
     also: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ def parse(schema: type[T], given: DictConfig | dict[str, Any] | None) -> T:
 
 
 def experiment(schema: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a runner or a point and ties it to the schema of its settings."""
+    """Marks a point and ties it to the schema of its settings."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         function.settings = lambda given: parse(schema, given)  # type: ignore[attr-defined]

@@ -60,8 +60,6 @@ class Sweep:
         """Every point without a good row; what hydra's launcher returned."""
         config = self.config
         check_chosen(config)  # its settings alone need not fit: the axes say the rest
-        if config.runner:
-            raise InputError(f"{config.name} is no sweep: it runs once, without --multirun and with one value per key")
         axes = self._fitting(config, expand(self.params, arguments, config.repeats))
         composed = self._composed(config, axes)
         announced = self._announced()
@@ -136,8 +134,6 @@ class Sweep:
             raise InputError(sentence(error)) from error
         if name == self.config.name:
             raise InputError(f"experiment {name} names itself under also")
-        if other.runner or not other.point:
-            raise InputError(f"experiment {self.config.name} names {name} under also, which is not a sweep")
         axes = expand(other.hydra.sweeper.params or {}, list(other.hydra.overrides.task), other.repeats)
         self._composed(other, axes)
         return other, len(axes.points)

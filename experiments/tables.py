@@ -7,11 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def in_order(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``rows`` in the order of the sweep; a parallel launcher leaves them in the order in which they ended."""
-    return sorted((dict(row) for row in rows), key=lambda row: row.get("point", 0))
-
-
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
     """Lines of a Markdown table. ``columns`` maps a title to a format of the row, as in ``{gain:.2f}``."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

@@ -16,7 +16,7 @@ from experiments.cells import Cell, CellSettings
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.planning.predict import by_simulation
 from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies.layouts import Layout, policy_of
@@ -55,7 +55,6 @@ def point(app: App, settings: CellSettings) -> dict[str, Any]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The gains as a table, and where the simulated ranges lie against the published ones."""
-    rows = in_order(rows)
     columns = {
         "setting": "{cell}",
         "asymmetric": "{asymmetric_gain:.2f}",

@@ -14,7 +14,7 @@ from experiments.ideal import ideal
 from experiments.machines import Place, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.crossover import capacity_gain_bound
@@ -79,7 +79,6 @@ def rates(costs: Costs, rows: int, context: int) -> tuple[float, float]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The gains as a table; whether any exceeds the bound, and where a real machine gains at all."""
-    rows = in_order(rows)
     columns = {
         "machine": "{machine}",
         "x": "{x:.2f}",

@@ -15,7 +15,7 @@ from experiments.ideal import ideal
 from experiments.machines import Place, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import GPU, Work
 from hybridattn.cost.costs import Costs, with_cpu_factor
@@ -65,7 +65,7 @@ def point(app: App, settings: EightSettings) -> dict[str, Any]:
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The crossovers as a table, and the largest error of the closed form."""
     rows = [{**row, "shown": _shown(row), "off": f"{row['relative_error']:+.1%}" if row["resolved"] else "-"}
-            for row in in_order(rows)]  # fmt: skip
+            for row in rows]  # fmt: skip
     columns = {
         "setting": "{setting}",
         "layer [us]": "{layer_us:.0f}",

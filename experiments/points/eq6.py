@@ -16,7 +16,7 @@ from experiments.ideal import ideal
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs, with_cpu_factor
 from hybridattn.cost.crossover import eq6_threshold
@@ -62,7 +62,7 @@ def point(app: App, settings: Eq6Settings) -> dict[str, Any]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The crossovers as a table, and the largest error of the ideal machine."""
-    rows = [{**row, "shift": _shift(row)} for row in in_order(rows)]
+    rows = [{**row, "shift": _shift(row)} for row in rows]
     columns = {
         "T_a / T_l": "{x:.2f}",
         "eq. 6": "{formula:.2f}",

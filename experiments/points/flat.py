@@ -17,7 +17,7 @@ from experiments.build import cost_of, policy_of, pricing_of
 from experiments.machines import TIMEOUT_NS, engine_on
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
+from experiments.tables import markdown
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
@@ -80,7 +80,6 @@ def serve(engine: Engine, s: FlatSettings) -> dict[str, Any]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Memory as a table, and the largest growth."""
-    rows = in_order(rows)
     columns = {
         "policy": "{policy}",
         "requests": "{ended}",

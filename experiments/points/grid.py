@@ -17,7 +17,7 @@ from experiments.cells import Cell, CellSettings
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, share, simulated
+from experiments.tables import markdown, share, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import with_cpu_factor
 from hybridattn.planning.predict import by_simulation
@@ -126,7 +126,6 @@ def _tpots(name: str, steady: Steady, alone: Steady) -> dict[str, float | None]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Gains over GPU-only and times per token in GPU-only ones as a table; the goals of the grid, and what it gave."""
-    rows = in_order(rows)
     shown = [
         {
             **row,

@@ -20,7 +20,7 @@ from experiments.points.neo import Box
 from experiments.published import published_rows
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.metrics.throughput import steady_window, throughput
 from hybridattn.workload.arrivals import AllAtOnce, synthetic
@@ -139,7 +139,6 @@ def fit(gain: Callable[[float], float], target: float, start: float, runs: int =
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every point of the figure and the errors of the predictions; of a scan, the gains over the bandwidth."""
-    rows = in_order(rows)
     if not all(row["fitted"] for row in rows):
         return scan(rows)
     points = figure(rows)

@@ -22,7 +22,7 @@ from experiments.points.neo import Box
 from experiments.published import published_rows
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.metrics.latency import per_token_ns
 from hybridattn.metrics.throughput import without_first
@@ -119,7 +119,7 @@ def sustained(points: Sequence[tuple[float, float]], limit_s: float = 1.0) -> fl
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The latencies as a table, sustained rates at 1 s per token, and their ratio."""
-    rows = sorted(in_order(rows), key=lambda row: (list(POLICY).index(row["system"]), row["rate_per_s"]))
+    rows = sorted(rows, key=lambda row: (list(POLICY).index(row["system"]), row["rate_per_s"]))
     shown: list[dict[str, Any]] = []
     for row in rows:
         last = shown[-1] if shown and shown[-1]["system"] == row["system"] else None

@@ -14,7 +14,7 @@ from experiments.build import cost_of, profiles_of
 from experiments.machines import cpu_at, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.parallel import parallel_machine
 from hybridattn.planning.steady import SteadyRun
@@ -55,7 +55,6 @@ def gain(costs: Costs, s: OffloadSettings) -> dict[str, float]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The gains as a table, and where full offload falls far behind."""
-    rows = in_order(rows)
     columns = {
         "CPU [GB/s]": "{cpu_gb_s:.0f}",
         "output": "{output}",

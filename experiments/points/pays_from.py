@@ -14,7 +14,7 @@ from experiments.cells import Cell, CellSettings
 from experiments.points.capacity_bound import rates
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.cost.crossover import ap_min_request_ratio, eq6_threshold
 from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.adaptive import Adaptive
@@ -63,7 +63,6 @@ def gains(cell: Cell, cpu_rows: int) -> dict[str, float]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The first ratios as a table; adaptive against each other policy and against the closed form."""
-    rows = in_order(rows)
     shown = [{**r, **{n: "-" if r[n] is None else f"{r[n]:.2f}" for n in NAMES}} for r in rows]
     columns = {
         "setting": "{cell}",

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from experiments.points.measured import shared_model
+from experiments.points.measured import open_llm, shared_model, warm_up, whole_pages
 from experiments.schema import App
 from experiments.settings import experiment
-from hybridattn import LLM, SamplingParams
+from hybridattn import SamplingParams
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import Request
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.kv.manager import KVManager
 from hybridattn.metrics.report import run_metrics
 
-PAGE = 32
 SOON_NS = 2_000_000_000  # "from the first second on": what comes within two of them is a figure of its own
 PLANNED = ("adaptive", "auto")
 BEST, BESIDE = 0.97, 0.98  # goals: adaptive over the best fixed policy, auto over gpu_only
@@ -96,17 +95,12 @@ class AsIfRead(KVManager):
 def point(app: App, settings: PoliciesHostSettings) -> dict[str, Any]:
     """One row: tokens per second of a policy, whole and within the first two seconds, and what a planner chose."""
     case, name = CASES[settings.case], app.policy.label
-    model = shared_model(app)
-    prompts = _prompts(case, model)
-    pages = -(-(max(map(len, prompts)) + case.output) // PAGE)
+    prompts = _prompts(case, shared_model(app))
+    each = whole_pages(max(map(len, prompts)) + case.output)
+    room = {"gpu_tokens": case.on_gpu * each, "cpu_tokens": case.requests * each}
     planned: dict[str, Any] = {"profile": settings.profile or None} if name in PLANNED else {}
-    with LLM(
-        model=model, device=app.device.name, policy=name, dtype=app.model.dtype, page_size=PAGE,
-        gpu_kv_blocks=case.on_gpu * pages, cpu_kv_blocks=max(1, case.requests * pages), max_model_len=2048,
-        op_timeout_s=300.0, **planned,
-    ) as llm:  # fmt: skip
-        llm.generate([p[:8] for p in prompts[:2]], SamplingParams(max_tokens=2, ignore_eos=True))
-        llm.trace(), llm.take_records()
+    with open_llm(app, **room, policy=name, max_model_len=2048, **planned) as llm:
+        warm_up(llm, [p[:8] for p in prompts[:2]])
         if case.prompt:
             llm.engine.kv.__class__ = AsIfRead
         start_ns = llm.device.now_ns()
@@ -119,13 +113,11 @@ def point(app: App, settings: PoliciesHostSettings) -> dict[str, Any]:
     found = run_metrics(records, trace)
     times_ns = [t - start_ns for o in outputs for t in o.record.token_ns]
     return {
-        "kind": found.kind, "device": found.device, "profile": found.profile, "case": settings.case,
+        **found.as_row(("tpot_gpu_tier_mean_ns", "tpot_cpu_tier_mean_ns")), "case": settings.case,
         "requests": case.requests, "gpu_room": case.on_gpu, "cpu_rows": sum(o.tier == CPU_TIER for o in outputs),
         "prompt_tokens_read": sum(s.prefill_tokens for s in records.steps),
         "tokens_per_s": len(times_ns) / took_ns * 1e9,
         "first_2s_tokens_per_s": sum(t <= SOON_NS for t in times_ns) / min(took_ns, SOON_NS) * 1e9,
-        "tpot_gpu_tier_mean_ns": found["tpot_gpu_tier_mean_ns"],
-        "tpot_cpu_tier_mean_ns": found["tpot_cpu_tier_mean_ns"],
         "failed": sum(o.error is not None for o in outputs), "chosen": chosen if name in PLANNED else "",
         "decisions": " | ".join(f"{(c.at_ns - start_ns) / 1e9:.2f} s: {c}" for c in records.layouts),
     }  # fmt: skip

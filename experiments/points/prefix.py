@@ -17,7 +17,7 @@ from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_devic
 from experiments.machines import TIMEOUT_NS
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
+from experiments.tables import markdown
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
@@ -68,9 +68,8 @@ def point(app: App, settings: PrefixSettings) -> dict[str, Any]:
     found = run_metrics(records, Trace(device.name, device.kind, device.profile, ""))
     names = ("ttft_mean_ns", "ttft_p99_ns", "tpot_mean_ns", "output_tokens_per_s", "reused_tokens", "completed")
     return {
-        "kind": found.kind, "device": found.device, "profile": found.profile, "prefix": s.prefix,
+        **found.as_row(names), "prefix": s.prefix,
         "requests": s.requests, "sharing": NAMES[s.share], "read_tokens": sum(r.prefill_tokens for r in records.steps),
-        **{name: found[name] for name in names},
     }  # fmt: skip
 
 
@@ -78,7 +77,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What sharing gains, for each number of requests and length of the prefix."""
     by = {(r["hardware"], r["policy"], r["requests"], r["prefix"], r["sharing"]): r for r in rows}
     pairs = []
-    for r in in_order(rows):
+    for r in rows:
         alone = by.get((r["hardware"], r["policy"], r["requests"], r["prefix"], NAMES[False]))
         if r["sharing"] == NAMES[True] and alone is not None:
             sooner = alone["ttft_mean_ns"] / r["ttft_mean_ns"]

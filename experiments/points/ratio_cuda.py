@@ -21,7 +21,7 @@ import gpu_kernels
 from experiments.build import policy_of
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
+from experiments.tables import markdown
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.device import Span
 from hybridattn.core.errors import DeviceError, InputError
@@ -232,7 +232,7 @@ class Window:
             "gpu_tokens_per_s": self.gpu_tokens / self.seconds,
             "cpu_tokens_per_s": self.cpu_tokens / self.seconds,
             "driver_us_per_layer": per_layer,
-            "layers_per_iteration": o.layers_per_iteration,
+            "layers_per_step": o.layers_per_step,
             "stretch": o.stretch,
             "overlap_fraction": o.overlap_fraction,
             "gpu_bubble_fraction": o.gpu_bubble_fraction,
@@ -314,7 +314,6 @@ def _empty(llm: LLM) -> None:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Throughput over that of the same requests on the GPU alone, and what keeps the figures from being the card's."""
-    rows = in_order(rows)
     alone = {r["ratio"]: r["tokens_per_s"] for r in rows if r["policy"] == "gpu_only"}
     shown = [{**r, "gain": r["tokens_per_s"] / alone[r["ratio"]]} for r in rows if r["ratio"] in alone]
     columns = {

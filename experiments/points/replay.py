@@ -12,7 +12,7 @@ from experiments.build import cost_of, policy_of, pricing_of, sim_device
 from experiments.points.serve import ServeSettings, engine_for, workload_for
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
+from experiments.tables import markdown
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RunRecords
 from hybridattn.core.trace import Trace
@@ -41,7 +41,6 @@ def point(app: App, settings: ServeSettings) -> dict[str, Any]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Latencies of each run as a table, and what was served."""
-    rows = in_order(rows)
     lines = list(dict.fromkeys(row["trace"] for row in rows))
     shown = [
         {"policy": row["policy"], "time": name, **{part: _ms(row[f"{name}_{part}_ns"]) for part in PARTS}}

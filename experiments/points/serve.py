@@ -122,13 +122,10 @@ def row(
     found = run_metrics(RunRecords(layers, records), Trace(device.name, device.kind, device.profile, ""))
     room = kv_room(app)
     return {
-        "kind": found.kind,
-        "device": found.device,
-        "profile": found.profile,
+        **found.as_row(KEPT),
         "requests": len(workload),
         "refused": served.refused,
         "arrival_rate_per_s": workload.rate_per_s,
         "gpu_kv_tokens": room.gpu_tokens,
         "cpu_kv_tokens": room.cpu_tokens,
-        **{name: found[name] for name in KEPT},
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.build import policy_of, workload_of
-from experiments.points.measured import KEPT, PAGE, checked_trace, shared_model
+from experiments.build import workload_of
+from experiments.points.measured import KEPT, checked_trace, made_up, open_llm, warm_up
 from experiments.points.sessions import RESTS_ON, SessionSettings, turns
 from experiments.schema import App
-from hybridattn import LLM, SamplingParams
+from hybridattn import SamplingParams
 from hybridattn.core.op import D2H, H2D
 from hybridattn.core.trace import Trace
 from hybridattn.engine.replay import Replay
@@ -20,32 +20,24 @@ def serve(app: App, s: SessionSettings) -> dict[str, Any]:
     """Serve the workload; the time counts from the first arrival, a warm-up call before it is left out."""
     workload = workload_of(app).scaled(s.time_scale)
     workload = workload.take(s.limit) if s.limit else workload
-    with LLM(
-        model=shared_model(app),
-        device=app.device.name,
-        policy=policy_of(app),
-        dtype=app.model.dtype,
-        gpu_kv_blocks=s.gpu_tokens // PAGE,
-        cpu_kv_blocks=s.cpu_tokens // PAGE,
-        page_size=PAGE,
+    with open_llm(
+        app,
+        gpu_tokens=s.gpu_tokens,
+        cpu_tokens=s.cpu_tokens,
         max_model_len=s.max_model_len,
         max_num_seqs=s.max_num_seqs,
         max_num_batched_tokens=s.max_num_batched_tokens,
-        op_timeout_s=300.0,  # beside other work a layer may take long; what stalls still ends
         pause_tier=RESTS_ON[s.context],
     ) as llm:
         vocabulary = llm.model.config.shape.vocab_size
 
         def tokens(index: int, item: WorkItem) -> list[int]:
-            return [
-                (7 + 31 * (app.seed + app.repeat) + 13 * index + 3 * j) % vocabulary for j in range(item.prompt_tokens)
-            ]
+            return made_up(app, index, item.prompt_tokens, vocabulary)
 
         def lengths(index: int, item: WorkItem) -> SamplingParams:
             return SamplingParams(max_tokens=item.output_tokens, ignore_eos=True)
 
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
-        llm.trace(), llm.take_records()
+        warm_up(llm, [[1, 2, 3]])
         keep = s.context != "recompute"
         steps: list[Any] = []
         served = Replay(
@@ -57,10 +49,10 @@ def serve(app: App, s: SessionSettings) -> dict[str, Any]:
     records.steps.extend(steps)
     found = run_metrics(records, trace)
     return {
-        "kind": found.kind, "device": found.device, "profile": found.profile,
+        **found.as_row(KEPT),
         "requests": len(workload), "refused": served.refused, "num_layers": records.num_layers,
         "gpu_kv_tokens": s.gpu_tokens, "cpu_kv_tokens": s.cpu_tokens,
-        **{name: found[name] for name in KEPT}, **told, **moved(trace),
+        **told, **moved(trace),
     }  # fmt: skip
 
 

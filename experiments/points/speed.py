@@ -16,7 +16,7 @@ from experiments.build import cost_of, pricing_of
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
+from experiments.tables import markdown
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import StepRecord
 from hybridattn.cost.costs import Costs
@@ -81,7 +81,6 @@ def layer_steps_per_s(costs: Costs, layout: Layout, steps: int) -> float:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rates as a table, and which layouts are slow."""
-    rows = in_order(rows)
     columns = {"policy": "{policy}", "layer-steps/s": "{layer_steps_per_s:.0f}", "slowest": "{slowest:.0f}"}
     slow = [r["policy"] for r in rows if r["layer_steps_per_s"] < FEW]
     return [*markdown(rows, columns), f"below {FEW:,} layer-steps/s: {', '.join(slow) or 'none'}"]

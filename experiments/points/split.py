@@ -14,7 +14,7 @@ from typing import Any
 from experiments.machines import Place, open_sim
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, simulated
+from experiments.tables import markdown, simulated
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, GPU
 from hybridattn.cost.costs import Costs
@@ -101,7 +101,6 @@ def steady(costs: Costs, rows: int, context: int, part: int) -> tuple[Steady, di
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The points as a table; how far the closed form is off with all costs counted."""
-    rows = in_order(rows)
     columns = {
         "machine": "{machine}", "context": "{context}", "case": "{case}", "cold tokens": "{cold_tokens}",
         "tokens/s": "{tokens_per_s:.1f}", "gain": "{gain:.2f}", "closed form": "{closed_gain:.2f}",

@@ -14,18 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.points.measured import checked_trace, shared_model
+from experiments.points.measured import checked_trace, open_llm, shared_model, whole_pages
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown
-from hybridattn import LLM, SamplingParams
+from experiments.tables import markdown
+from hybridattn import SamplingParams
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, GPU
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import GpuOnly, SyncOffload
 from hybridattn.policies.split import Split
-
-PAGE = 32
 
 
 @dataclass
@@ -89,12 +87,10 @@ def point(app: App, settings: SplitHereSettings) -> dict[str, Any]:
 
 def decode(app: App, policy: Policy, requests: int, s: SplitHereSettings) -> Measured:
     """``requests`` of the requests under a policy, from when all decode until the first has ended."""
-    pages = -(-(s.context + s.output_tokens) // PAGE)
-    with LLM(
-        model=shared_model(app), device=app.device.name, policy=policy, dtype=app.model.dtype, page_size=PAGE,
-        gpu_kv_blocks=int(s.room * pages), cpu_kv_blocks=s.requests * pages,
-        max_model_len=s.context + s.output_tokens, op_timeout_s=300.0,
-    ) as llm:  # fmt: skip
+    longest = s.context + s.output_tokens
+    each = whole_pages(longest)
+    room = {"gpu_tokens": int(s.room * each), "cpu_tokens": s.requests * each}
+    with open_llm(app, **room, policy=policy, max_model_len=longest) as llm:
         vocabulary = llm.model.config.shape.vocab_size
         prompts = [[(7 + 13 * i + 3 * j) % vocabulary for j in range(s.context)] for i in range(requests)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=s.output_tokens, ignore_eos=True))
@@ -113,7 +109,7 @@ def decode(app: App, policy: Policy, requests: int, s: SplitHereSettings) -> Mea
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Medians over the repeats, with the range of the gain."""
     alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for r in in_order(rows):
+    for r in rows:
         alike.setdefault((r["model"], r["requests"]), []).append(r)
     found = []
     for runs in alike.values():

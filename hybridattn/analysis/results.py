@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,23 @@ from hybridattn.core.errors import InputError
 class ResultFolder:
     """Files of one run. Rows are on disk as soon as they are added, also from several processes at once."""
 
-    def __init__(self, root: Path, name: str) -> None:
-        self._begin(root / check_name(name) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
 
     @classmethod
     def new(cls, path: Path) -> ResultFolder:
         """A new folder at ``path``, numbered where there is one already."""
-        folder = cls.__new__(cls)
-        folder._begin(path)
+        folder = cls(_new_folder(path))
+        folder.rows_file.touch()
+        _point_latest_at(folder.path)
         return folder
-
-    def _begin(self, path: Path) -> None:
-        self.path = _new_folder(path).resolve()
-        self.rows_file.touch()
-        _point_latest_at(self.path)
 
     @classmethod
     def open(cls, path: Path) -> ResultFolder:
         """An existing folder, to add what is missing."""
         if not (path / "rows.jsonl").is_file():
             raise InputError(f"{path} is no result folder: it has no rows.jsonl")
-        folder = cls.__new__(cls)
-        folder.path = path.resolve()
-        return folder
+        return cls(path)
 
     @property
     def rows_file(self) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,10 @@ class RunMetrics:
     def __getitem__(self, name: str) -> int | float | None:
         return self.values[name]
 
-    def as_row(self) -> dict[str, Any]:
-        """Provenance first, then every value: plain ``str``, ``int``, ``float`` or ``None``."""
+    def as_row(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Provenance first, then every value or those of ``names``: plain ``str``, ``int``, ``float`` or ``None``."""
         origin = {"device": self.device, "kind": self.kind, "profile": self.profile, "commit": self.commit}
-        return {**origin, **self.values}
+        return {**origin, **(self.values if names is None else {name: self.values[name] for name in names})}
 
 
 def run_metrics(
@@ -129,7 +129,7 @@ def _overlap_values(found: OverlapSummary, has_spans: bool) -> dict[str, int | f
     )  # fmt: skip
     from_steps = (
         "steps", "polls_made", "polls_hit", "polls_missed", "poll_hit_fraction", "joins", "skips", "waits", "detours",
-        "layers_per_iteration",
+        "layers_per_step",
     )  # fmt: skip
     values = {name: getattr(found, name) if has_spans else None for name in from_spans}
     values |= {name: getattr(found, name) for name in from_steps}

@@ -24,7 +24,7 @@ def row(policy, ratio, y, **more):
 
 @pytest.fixture
 def folder(tmp_path):
-    made = ResultFolder(tmp_path, "mine")
+    made = ResultFolder.new(tmp_path / "mine" / "1")
     made.write_json("sweep.json", {"points": ["a", "b", "c", "d"]})
     made.write_json("question.json", {"title": "A title", "asked": [QUESTION]})
     for ratio in (1, 2):

@@ -170,7 +170,6 @@ def test_a_companion_that_was_never_begun_begins_at_resume(tmp_path, run):
     [
         ("[pair]", "experiment pair names itself under also"),
         ("[nonsense]", "Could not find 'experiment/nonsense'"),
-        ("[demo]", "experiment pair names demo under also, which is not a sweep"),
         ("[pair_here],[]", "also takes one value"),
     ],
 )

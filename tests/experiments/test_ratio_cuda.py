@@ -80,7 +80,7 @@ def test_a_point_says_what_its_figures_are_worth(fake):
     fake()
     alone, row = row_of("gpu_only"), row_of("fixed.SyncOffload")
     assert (alone["cpu_requests"], alone["cpu_tokens_per_s"]) == (0, 0) and alone["gpu_tokens_per_s"] > 0
-    assert row["cpu_requests"] == 2 and row["cpu_tokens_per_s"] > 0 and row["layers_per_iteration"] == 3
+    assert row["cpu_requests"] == 2 and row["cpu_tokens_per_s"] > 0 and row["layers_per_step"] == 3
     for found in (alone, row):
         assert (found["kind"], found["handover"], found["pageable"]) == ("emulated", "stream", "")
         worked_us = found["driver_us_per_layer"] * found["num_layers"] * found["steps"]

@@ -50,16 +50,16 @@ def test_a_report_names_failed_points(tmp_path):
     assert "1 failed" in html and "ValueError: &lt;x&gt;" in html and "hardware=t4 broken" in html
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "demo"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "rows alone"])
 def test_what_cannot_be_reported_is_said_in_one_sentence(tmp_path, capsys, kind):
     folder = tmp_path / "nothing"
     if kind != "missing":
-        made = ResultFolder(tmp_path, "x")
+        made = ResultFolder.new(tmp_path / "x" / "1")
         folder = made.path
-        if kind == "demo":
+        if kind == "rows alone":
             made.add_row({"policy": "gpu_only"})
     assert report([str(folder)]) == 2
-    said = {"missing": "no result folder", "empty": "no rows yet", "demo": "not a sweep"}[kind]
+    said = {"missing": "no result folder", "empty": "no rows yet", "rows alone": "not a sweep"}[kind]
     assert said in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def tracker(**options):
 
 @pytest.fixture
 def folder(tmp_path):
-    made = ResultFolder(tmp_path, "x")
+    made = ResultFolder.new(tmp_path / "x" / "1")
     made.write_json("sweep.json", {"name": "x", "overrides": [], "commit": "c", "launcher": "basic"})
     for point in (5, 3):  # out of order on purpose
         row = {"point_id": f"a={point}", "point": point, "status": "ok", "policy": "gpu_only", "value": 1.5}

@@ -153,7 +153,7 @@ parent.close()
 
 
 def test_a_row_that_cannot_be_written_is_an_error_and_the_rows_before_it_stay(tmp_path):
-    folder = ResultFolder(tmp_path, "x")
+    folder = ResultFolder.new(tmp_path / "x" / "1")
     folder.add_row({"i": 0})
     kept = folder.rows_file.rename(tmp_path / "kept.jsonl")
     folder.rows_file.symlink_to("/dev/full")
@@ -163,7 +163,7 @@ def test_a_row_that_cannot_be_written_is_an_error_and_the_rows_before_it_stay(tm
 
 
 def test_a_row_cut_off_by_a_full_disk_is_an_error(tmp_path):
-    folder, limits = ResultFolder(tmp_path, "x"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder, limits = ResultFolder.new(tmp_path / "x" / "1"), resource.getrlimit(resource.RLIMIT_FSIZE)
     folder.add_row({"i": 0})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
