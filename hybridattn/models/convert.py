@@ -22,7 +22,6 @@ from hybridattn.models.gguf_header import GgufHeader, check_header
 from hybridattn.models.gguf_tensors import check_places, check_tensors, check_whole
 
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the converted folder changes
-GGUF_ARCHITECTURES = ("llama", "phi3", "qwen2", "qwen3")
 _SAMPLE_BYTES = 1 << 20
 _WORK = ".converting-"
 _uncached: dict[str, tempfile.TemporaryDirectory[str]] = {}  # by key, until the process ends

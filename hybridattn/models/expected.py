@@ -11,6 +11,7 @@ EMBED, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.
 _SHOWN = 3  # names in a message; the rest is counted
 
 Shape = tuple[int, ...]
+Parts = list[tuple[str, int]]  # names of tensors, with their rows
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -20,28 +21,43 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     if not s.tied_embeddings:
         found[HEAD] = (s.vocab_size, s.hidden_size)
     for layer in range(s.num_layers):
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer(config).items()}
+        for parts, columns in layer_parts(config, layer).values():
+            found |= {name: size_of([(name, rows)], columns) for name, rows in parts}
     return found
 
 
-def _layer(config: DecoderConfig) -> dict[str, Shape]:
+def layer_parts(config: DecoderConfig, layer: int) -> dict[str, tuple[Parts, int | None]]:
+    """Of each field of ``LayerWeights`` the tensors that lie in it one below the other, and its columns (None: it is a
+    vector). Fields that the model does not have are left out."""
     s = config.shape
     q_rows, kv_rows, hidden = s.num_q_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
-    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    gate_up = {"gate_proj": s.intermediate_size, "up_proj": s.intermediate_size}
+    at = f"model.layers.{layer}."
+    attn, mlp = f"{at}self_attn.", f"{at}mlp."
+    qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+    gate_up = [("gate_proj", s.intermediate_size), ("up_proj", s.intermediate_size)]
     if config.fused_on_disk:
-        qkv, gate_up = {"qkv_proj": q_rows + 2 * kv_rows}, {"gate_up_proj": 2 * s.intermediate_size}
-    found: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    found |= {f"self_attn.{name}.weight": (rows, hidden) for name, rows in qkv.items()}
-    found |= {f"mlp.{name}.weight": (rows, hidden) for name, rows in gate_up.items()}
-    found |= {"self_attn.o_proj.weight": (hidden, q_rows), "mlp.down_proj.weight": (hidden, s.intermediate_size)}
+        qkv, gate_up = [("qkv_proj", q_rows + 2 * kv_rows)], [("gate_up_proj", 2 * s.intermediate_size)]
+    found: dict[str, tuple[Parts, int | None]] = {
+        "input_norm": ([(f"{at}input_layernorm.weight", hidden)], None),
+        "qkv": ([(f"{attn}{name}.weight", rows) for name, rows in qkv], hidden),
+        "o": ([(f"{attn}o_proj.weight", hidden)], q_rows),
+        "post_norm": ([(f"{at}post_attention_layernorm.weight", hidden)], None),
+        "gate_up": ([(f"{mlp}{name}.weight", rows) for name, rows in gate_up], hidden),
+        "down": ([(f"{mlp}down_proj.weight", hidden)], s.intermediate_size),
+    }
     if config.qkv_bias:
-        found |= {f"self_attn.{name}.bias": (rows,) for name, rows in qkv.items()}
+        found["qkv_bias"] = [(f"{attn}{name}.bias", rows) for name, rows in qkv], None
     if config.o_bias:
-        found["self_attn.o_proj.bias"] = (hidden,)
+        found["o_bias"] = [(f"{attn}o_proj.bias", hidden)], None
     if config.qk_norm:
-        found |= {"self_attn.q_norm.weight": (s.head_dim,), "self_attn.k_norm.weight": (s.head_dim,)}
+        found |= {norm: ([(f"{attn}{norm}.weight", s.head_dim)], None) for norm in ("q_norm", "k_norm")}
     return found
+
+
+def size_of(parts: Parts, columns: int | None) -> Shape:
+    """Of ``parts`` one below the other."""
+    rows = sum(rows for _, rows in parts)
+    return (rows,) if columns is None else (rows, columns)
 
 
 def compare(

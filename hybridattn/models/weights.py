@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from hybridattn.core.errors import InputError
 from hybridattn.models.checkpoint import Checkpoint
 from hybridattn.models.config import DecoderConfig
-from hybridattn.models.expected import EMBED, FINAL_NORM, HEAD, compare, expected_tensors
+from hybridattn.models.expected import EMBED, FINAL_NORM, HEAD, Parts, compare, expected_tensors, layer_parts, size_of
 from hybridattn.models.rope import inverse_frequencies
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +82,21 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: str = "fp32", devic
     to = torch_dtype(dtype)
     with Checkpoint(folder) as checkpoint:
         _check_tensors(checkpoint, config)
-        return _Loader(checkpoint, config, to, device).load()
+        return _assembled(config, partial(_read, checkpoint, to, device))
+
+
+def random_weights(config: DecoderConfig, seed: int = 0, dtype: str = "fp32", device: str = "cpu") -> DecoderWeights:
+    """Random weights of the right shapes: matrices normal with standard deviation 0.02, norms 1, biases normal.
+
+    The same seed, dtype and device give the same weights.
+    """
+    to, generator = torch_dtype(dtype), torch.Generator(device=device).manual_seed(seed)
+
+    def draw(parts: Parts, columns: int | None = None) -> torch.Tensor:
+        out = torch.empty(size_of(parts, columns), dtype=to, device=device)
+        return out.fill_(1.0) if "norm" in parts[0][0] else out.normal_(0.0, 0.02, generator=generator)
+
+    return _assembled(config, draw)
 
 
 def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
@@ -105,93 +120,24 @@ def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
             raise InputError(f"{where}: '{name}' is not what rope theta {config.rope.theta:g} gives")
 
 
-class _Loader:
-    """Copies parts of a checkpoint into fused tensors that own their storage."""
-
-    def __init__(self, checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: str) -> None:
-        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
-        self.fused_on_disk = config.fused_on_disk
-
-    def load(self) -> DecoderWeights:
-        s = self.config.shape
-        embed = self._stack([(EMBED, s.vocab_size)], s.hidden_size)
-        layers = tuple(self._layer(f"model.layers.{i}.") for i in range(s.num_layers))
-        head = embed if self._tied() else self._stack([(HEAD, s.vocab_size)], s.hidden_size)
-        return DecoderWeights(embed, layers, self._vector(FINAL_NORM, s.hidden_size), head)
-
-    def _tied(self) -> bool:
-        return self.config.shape.tied_embeddings
-
-    def _layer(self, at: str) -> LayerWeights:
-        c, s = self.config, self.config.shape
-        q_rows, kv_rows = s.num_q_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        qkv_parts = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
-        gate_up_parts = [("gate_proj", s.intermediate_size), ("up_proj", s.intermediate_size)]
-        if self.fused_on_disk:
-            qkv_parts = [("qkv_proj", q_rows + 2 * kv_rows)]
-            gate_up_parts = [("gate_up_proj", 2 * s.intermediate_size)]
-        attn, mlp = at + "self_attn.", at + "mlp."
-        return LayerWeights(
-            input_norm=self._vector(at + "input_layernorm.weight", s.hidden_size),
-            qkv=self._stack([(f"{attn}{p}.weight", rows) for p, rows in qkv_parts], s.hidden_size),
-            o=self._stack([(attn + "o_proj.weight", s.hidden_size)], q_rows),
-            post_norm=self._vector(at + "post_attention_layernorm.weight", s.hidden_size),
-            gate_up=self._stack([(f"{mlp}{p}.weight", rows) for p, rows in gate_up_parts], s.hidden_size),
-            down=self._stack([(mlp + "down_proj.weight", s.hidden_size)], s.intermediate_size),
-            qkv_bias=self._stack([(f"{attn}{p}.bias", rows) for p, rows in qkv_parts]) if c.qkv_bias else None,
-            o_bias=self._vector(attn + "o_proj.bias", s.hidden_size) if c.o_bias else None,
-            q_norm=self._vector(attn + "q_norm.weight", s.head_dim) if c.qk_norm else None,
-            k_norm=self._vector(attn + "k_norm.weight", s.head_dim) if c.qk_norm else None,
-        )
-
-    def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._stack([(name, size)])
-
-    def _stack(self, parts: list[tuple[str, int]], columns: int | None = None) -> torch.Tensor:
-        """The named parts one below the other: ``[sum of rows]`` or ``[sum of rows, columns]``."""
-        tail = () if columns is None else (columns,)
-        out = torch.empty((sum(rows for _, rows in parts), *tail), dtype=self.dtype, device=self.device)
-        at = 0
-        for name, rows in parts:
-            out[at : at + rows].copy_(self.checkpoint.read(name, (rows, *tail)))
-            at += rows
-        return out
+def _read(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, parts: Parts, columns: int | None = None
+) -> torch.Tensor:
+    """Copies of the named tensors, one below the other, which own their storage."""
+    out, at = torch.empty(size_of(parts, columns), dtype=dtype, device=device), 0
+    for name, rows in parts:
+        out[at : at + rows].copy_(checkpoint.read(name, (rows, *out.shape[1:])))
+        at += rows
+    return out
 
 
-def random_weights(config: DecoderConfig, seed: int = 0, dtype: str = "fp32", device: str = "cpu") -> DecoderWeights:
-    """Random weights of the right shapes: matrices normal with standard deviation 0.02, norms 1, biases normal.
-
-    The same seed, dtype and device give the same weights.
-    """
-    s, c, to = config.shape, config, torch_dtype(dtype)
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=to, device=device).normal_(0.0, 0.02, generator=generator)
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=to, device=device)
-
-    embed = normal(s.vocab_size, s.hidden_size)
-    layers = tuple(_random_layer(c, normal, ones) for _ in range(s.num_layers))
-    head = embed if s.tied_embeddings else normal(s.vocab_size, s.hidden_size)
-    return DecoderWeights(embed, layers, ones(s.hidden_size), head)
-
-
-def _random_layer(
-    c: DecoderConfig, normal: Callable[..., torch.Tensor], ones: Callable[[int], torch.Tensor]
-) -> LayerWeights:
-    s = c.shape
-    qkv_rows = (s.num_q_heads + 2 * s.num_kv_heads) * s.head_dim
-    return LayerWeights(
-        input_norm=ones(s.hidden_size),
-        qkv=normal(qkv_rows, s.hidden_size),
-        o=normal(s.hidden_size, s.num_q_heads * s.head_dim),
-        post_norm=ones(s.hidden_size),
-        gate_up=normal(2 * s.intermediate_size, s.hidden_size),
-        down=normal(s.hidden_size, s.intermediate_size),
-        qkv_bias=normal(qkv_rows) if c.qkv_bias else None,
-        o_bias=normal(s.hidden_size) if c.o_bias else None,
-        q_norm=ones(s.head_dim) if c.qk_norm else None,
-        k_norm=ones(s.head_dim) if c.qk_norm else None,
+def _assembled(config: DecoderConfig, stack: Callable[..., torch.Tensor]) -> DecoderWeights:
+    """All weights from ``stack(parts, columns=None)``, which gives ``[sum of rows]`` or ``[sum of rows, columns]``."""
+    s = config.shape
+    embed = stack([(EMBED, s.vocab_size)], s.hidden_size)
+    layers = tuple(
+        LayerWeights(**{name: stack(parts, columns) for name, (parts, columns) in layer_parts(config, i).items()})
+        for i in range(s.num_layers)
     )
+    head = embed if s.tied_embeddings else stack([(HEAD, s.vocab_size)], s.hidden_size)
+    return DecoderWeights(embed, layers, stack([(FINAL_NORM, s.hidden_size)]), head)
