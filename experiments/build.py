@@ -15,6 +15,7 @@ from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.parallel import parallel_machine
+from hybridattn.cost.priced_stages import with_exposed
 from hybridattn.cost.pricing import Pricing
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.cost.room import Room, room
@@ -50,6 +51,11 @@ def profile_name(name: str) -> str:
 def cost_of(app: App) -> ModelCost:
     """Work of the model of ``model``."""
     return ModelCost(shape(app.model.shape), app.model.dtype)
+
+
+def costs_of(app: App) -> Costs:
+    """The model of ``model`` on the machine of ``hardware``, with what ``device`` exposes at each linear stage."""
+    return Costs(cost_of(app), with_exposed(pricing_of(app), round(app.device.exposed_us * 1e3)))
 
 
 def kv_room(app: App) -> Room:

@@ -34,7 +34,7 @@ def run_job(config: DictConfig) -> float | None:
     sweep = folder.read_json("sweep.json")
     overrides = list(hydra.overrides.task)
     point_id = own_id(overrides, sweep["points"]) if sweep["points"] else " ".join(told_apart(overrides))
-    number = sweep["points"].index(point_id) if sweep["points"] else hydra.job.get("num", 0)
+    number = sweep["points"].index(point_id) if sweep["points"] else 0 if hydra.mode == RunMode.RUN else hydra.job.num
     (folder.path / "points" / f"{number}.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     launcher = hydra.runtime.choices["hydra/launcher"]
     if launcher != sweep["launcher"]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, profiles_of
+from experiments.build import cost_of, costs_of, kv_room, policy_of, pricing_of, profiles_of
 from experiments.control import LAYOUTS, ControlPath, Cores
 from experiments.points.serve import ServeSettings, engine_for, row, workload_for
 from experiments.schema import App
@@ -105,7 +105,7 @@ def _loaded(app: App, s: ControlSettings, workload: Workload) -> Workload:
         raise InputError(f"workload {workload.name}: control_path serves open arrivals, no sessions, no closed loops")
     if s.load is None or workload.rate_per_s is None:
         return workload
-    costs = Costs(cost_of(app), pricing_of(app))
+    costs = costs_of(app)
     prompt, output = (round(fmean(getattr(i, n) for i in workload.items)) for n in ("prompt_tokens", "output_tokens"))
     batch = max(1, min(s.max_num_seqs, kv_room(app).gpu_tokens // (prompt + output)))
     prefill_ns = costs.step_linear_ns(prompt) + costs.num_layers * costs.attention_ns(0, 0, [(prompt, prompt)])

@@ -58,7 +58,7 @@ def point(app: App, settings: DemoSettings) -> dict[str, Any]:
 
     s = settings
     blocks = {"gpu": s.gpu_kv_blocks, "cpu": s.cpu_kv_blocks}
-    room = {f"{tier}_tokens": count * PAGE for tier, count in blocks.items()}
+    room: dict[str, Any] = {f"{tier}_tokens": count * PAGE for tier, count in blocks.items()}
     with open_llm(app, **room, max_num_batched_tokens=s.max_num_batched_tokens, record=True) as llm:
         warm_up(llm, s.prompts[:1])
         outputs = llm.generate(s.prompts, SamplingParams(max_tokens=s.max_tokens))

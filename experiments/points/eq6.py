@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.build import cost_of, pricing_of
+from experiments.build import costs_of
 from experiments.ideal import ideal
 from experiments.machines import open_sim
 from experiments.schema import App
@@ -47,7 +47,7 @@ class Eq6Settings:
 @experiment(Eq6Settings)
 def point(app: App, settings: Eq6Settings) -> dict[str, Any]:
     """One row: the formula at x, the crossover on the ideal machine, and on the real one."""
-    s, costs = settings, Costs(cost_of(app), pricing_of(app))
+    s, costs = settings, costs_of(app)
     formula, found, real = (
         eq6_threshold(s.x), ideal_threshold(s.x, s.num_layers, s.gpu_rows), real_threshold(s.x, costs, s.real_rows)
     )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from experiments.build import cost_of, policy_of, pricing_of
+from experiments.build import costs_of, policy_of
 from experiments.machines import TIMEOUT_NS, engine_on
 from experiments.schema import App
 from experiments.settings import experiment
@@ -21,7 +21,6 @@ from experiments.tables import markdown
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
-from hybridattn.cost.costs import Costs
 from hybridattn.engine.engine import Engine
 
 CONFIG = EngineConfig(
@@ -47,7 +46,7 @@ class FlatSettings:
 @experiment(FlatSettings)
 def point(app: App, settings: FlatSettings) -> dict[str, Any]:
     """One row: memory early and late, and requests per second of process time."""
-    costs = Costs(cost_of(app), pricing_of(app))
+    costs = costs_of(app)
     found = serve(engine_on(costs, policy_of(app, costs), CONFIG), settings)
     return {"kind": "measured", "device": "sim", "profile": costs.pricing.fingerprint, **found}
 

@@ -10,37 +10,30 @@ them run at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device
-from experiments.machines import TIMEOUT_NS
+from experiments.build import costs_of, policy_of, sim_device
+from experiments.points.serve import ServeSettings, engine_for, metrics_of
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import markdown
-from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
-from hybridattn.core.trace import Trace
-from hybridattn.cost.costs import Costs
-from hybridattn.cost.priced_stages import PricedStages
-from hybridattn.engine.engine import Engine
-from hybridattn.metrics.report import run_metrics
 
 NAMES = {False: "each for itself", True: "shared"}
 
 
 @dataclass
-class PrefixSettings:
-    """``settings`` of ``prefix``: tokens that all requests begin with, and of each its own, in and out."""
+class PrefixSettings(ServeSettings):
+    """``settings`` of ``prefix``: tokens that all requests begin with, and of each its own, in and out; of those of
+    every served workload ``page_size`` and ``max_num_batched_tokens``."""
 
     prefix: int = 2048
     requests: int = 16
     share: bool = True
     own: int = 64
     output: int = 64
-    page_size: int = 16
-    max_num_batched_tokens: int = 2048
 
     def __post_init__(self) -> None:
         for name in ("prefix", "requests", "own", "output"):
@@ -51,21 +44,15 @@ class PrefixSettings:
 @experiment(PrefixSettings)
 def point(app: App, settings: PrefixSettings) -> dict[str, Any]:
     """One row: time to the first token, throughput, and the tokens that were read."""
-    s, cost, pricing, room = settings, cost_of(app), pricing_of(app), kv_room(app)
-    longest = s.prefix + s.own + s.output
-    config = EngineConfig(
-        gpu_kv_blocks=room.gpu_tokens // s.page_size, cpu_kv_blocks=room.cpu_tokens // s.page_size,
-        page_size=s.page_size,
-        max_model_len=longest, max_num_seqs=s.requests, max_num_batched_tokens=s.max_num_batched_tokens,
-        op_timeout_ns=TIMEOUT_NS, share_prefixes=s.share,
-    )  # fmt: skip
-    device = sim_device(app, pricing)
-    engine = Engine(PricedStages(cost.shape, cost.dtype), device, policy_of(app, Costs(cost, pricing)), config)
+    s, costs = settings, costs_of(app)
+    fitting = replace(s, max_model_len=s.prefix + s.own + s.output, max_num_seqs=s.requests)
+    device = sim_device(app, costs.pricing)
+    engine = engine_for(app, fitting, policy_of(app, costs), device, share_prefixes=s.share)
     for _ in range(s.requests):
         engine.add(DeclaredTokens(s.prefix + s.own, s.prefix), s.output)
     engine.run()
     records = engine.take_records()
-    found = run_metrics(records, Trace(device.name, device.kind, device.profile, ""))
+    found = metrics_of(engine, records)
     names = ("ttft_mean_ns", "ttft_p99_ns", "tpot_mean_ns", "output_tokens_per_s", "reused_tokens", "completed")
     return {
         **found.as_row(names), "prefix": s.prefix,

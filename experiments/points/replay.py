@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.build import cost_of, policy_of, pricing_of, sim_device
-from experiments.points.serve import ServeSettings, engine_for, workload_for
+from experiments.build import costs_of, policy_of, sim_device
+from experiments.points.serve import ServeSettings, engine_for, metrics_of, workload_for
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import markdown
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RunRecords
-from hybridattn.core.trace import Trace
-from hybridattn.cost.costs import Costs
 from hybridattn.engine.replay import Replay
-from hybridattn.metrics.report import run_metrics
 
 TIMES = ("ttft", "tpot", "itl", "e2el", "queue")
 PARTS = ("mean", "median", "p90", "p99")
@@ -27,14 +24,12 @@ PARTS = ("mean", "median", "p90", "p99")
 @experiment(ServeSettings)
 def point(app: App, settings: ServeSettings) -> dict[str, Any]:
     """One row: all metrics of the run."""
-    cost, pricing, workload = cost_of(app), pricing_of(app), workload_for(app, settings)
-    engine = engine_for(app, settings, policy_of(app, Costs(cost, pricing)), sim_device(app, pricing))
+    costs, workload = costs_of(app), workload_for(app, settings)
+    engine = engine_for(app, settings, policy_of(app, costs), sim_device(app, costs.pricing))
     served = Replay(engine, workload).run()
     if not served.requests:
         raise InputError(f"workload {workload.name}: no request was served, {served.refused} could never fit")
-    device = engine.device
-    trace = Trace(device.name, device.kind, device.profile, "")
-    found = run_metrics(RunRecords(cost.shape.num_layers, served.requests), trace).as_row()
+    found = metrics_of(engine, RunRecords(costs.num_layers, served.requests)).as_row()
     counts = {"ended": served.ended, "refused": served.refused, "empty": served.empty, "end_s": served.end_ns / 1e9}
     return {**found, **counts, "trace": workload.describe()}
 

@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, kv_room, policy_of, pricing_of, sim_device, workload_of
+from experiments.build import cost_of, costs_of, kv_room, policy_of, sim_device, workload_of
 from experiments.machines import TIMEOUT_NS
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord, RunRecords
-from hybridattn.core.stages import CPU_TIER
 from hybridattn.core.trace import Trace
-from hybridattn.cost.costs import Costs
-from hybridattn.cost.priced_stages import PricedStages, with_exposed
+from hybridattn.cost.priced_stages import PricedStages
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
 from hybridattn.engine.replay import Replay, Served
-from hybridattn.metrics.report import run_metrics
+from hybridattn.metrics.report import RunMetrics, run_metrics
 from hybridattn.metrics.throughput import without_first
 from hybridattn.policies.base import Policy
 from hybridattn.workload.item import Workload
@@ -71,10 +69,8 @@ class ServeSettings:
 def point(app: App, settings: ServeSettings) -> dict[str, Any]:
     """One row: latency and throughput of the workload under a policy."""
     workload = workload_for(app, settings)
-    pricing = pricing_of(app)
-    pricing = with_exposed(pricing, round(app.device.exposed_us * 1e3))
-    policy = policy_of(app, Costs(cost_of(app), pricing))
-    engine = engine_for(app, settings, policy, sim_device(app, pricing))
+    costs = costs_of(app)
+    engine = engine_for(app, settings, policy_of(app, costs), sim_device(app, costs.pricing))
     served = Replay(engine, workload).run()
     return row(app, settings, workload, engine, served, served.requests)
 
@@ -87,10 +83,8 @@ def workload_for(app: App, settings: ServeSettings) -> Workload:
     return workload.take(settings.limit) if settings.limit else workload
 
 
-def engine_for(
-    app: App, settings: ServeSettings, policy: Policy, device: SimDevice, pause_tier: str = CPU_TIER
-) -> Engine:
-    """An engine with the room for K,V that the machine has; K,V of sessions rest on ``pause_tier``."""
+def engine_for(app: App, settings: ServeSettings, policy: Policy, device: SimDevice, **options: Any) -> Engine:
+    """An engine with the room for K,V that the machine has; ``options`` are further ones of ``EngineConfig``."""
     cost, room = cost_of(app), kv_room(app)
     config = EngineConfig(
         gpu_kv_blocks=room.gpu_tokens // settings.page_size,
@@ -100,10 +94,16 @@ def engine_for(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         op_timeout_ns=TIMEOUT_NS,
-        pause_tier=pause_tier,
+        **options,
     )
     stages = PricedStages(cost.shape, cost.dtype, exposed=app.device.exposed_us > 0)
     return Engine(stages, device, policy, config)
+
+
+def metrics_of(engine: Engine, records: RunRecords) -> RunMetrics:
+    """Metrics of what a simulated engine did, of which no spans were kept."""
+    device = engine.device
+    return run_metrics(records, Trace(device.name, device.kind, device.profile, ""))
 
 
 def row(
@@ -117,10 +117,8 @@ def row(
     """What was served, as columns. ``requests`` may count from earlier arrivals than the engine saw."""
     if not requests:
         raise InputError(f"workload {workload.name}: no request was served, {served.refused} could never fit")
-    records, device = without_first(requests, settings.drop_first), engine.device
     layers = cost_of(app).shape.num_layers
-    found = run_metrics(RunRecords(layers, records), Trace(device.name, device.kind, device.profile, ""))
-    room = kv_room(app)
+    found, room = metrics_of(engine, RunRecords(layers, without_first(requests, settings.drop_first))), kv_room(app)
     return {
         **found.as_row(KEPT),
         "requests": len(workload),

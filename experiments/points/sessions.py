@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from experiments.build import cost_of, policy_of, pricing_of, sim_device
+from experiments.build import costs_of, policy_of, sim_device
 from experiments.points.serve import ServeSettings, engine_for, row, workload_for
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
-from hybridattn.cost.costs import Costs
 from hybridattn.engine.replay import Replay
 from hybridattn.metrics.latency import ttft_ns
 from hybridattn.workload.item import Workload
@@ -61,9 +60,9 @@ def point(app: App, settings: SessionSettings) -> dict[str, Any]:
 
 
 def simulate(app: App, s: SessionSettings) -> dict[str, Any]:
-    workload, pricing = workload_for(app, s), pricing_of(app)
-    policy = policy_of(app, Costs(cost_of(app), pricing))
-    engine = engine_for(app, s, policy, sim_device(app, pricing), pause_tier=RESTS_ON[s.context])
+    workload, costs = workload_for(app, s), costs_of(app)
+    device = sim_device(app, costs.pricing)
+    engine = engine_for(app, s, policy_of(app, costs), device, pause_tier=RESTS_ON[s.context])
     served = Replay(engine, workload, keep_contexts=s.context != "recompute").run()
     found = row(app, s, workload, engine, served, served.requests)
     return {**found, **turns(app, s, workload, served.requests, engine.kv.contexts)}

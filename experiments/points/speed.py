@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.build import cost_of, pricing_of
+from experiments.build import costs_of
 from experiments.machines import open_sim
 from experiments.schema import App
 from experiments.settings import experiment
@@ -54,7 +54,7 @@ class SpeedSettings:
 @experiment(SpeedSettings)
 def point(app: App, settings: SpeedSettings) -> dict[str, Any]:
     """One row: layer-steps per second of a layout, the median and the range of the runs."""
-    costs, layout = Costs(cost_of(app), pricing_of(app)), LAYOUTS[settings.layout]
+    costs, layout = costs_of(app), LAYOUTS[settings.layout]
     rates = [layer_steps_per_s(costs, layout, settings.steps) for _ in range(settings.runs)]
     return {
         "kind": "measured", "device": "sim", "profile": costs.pricing.fingerprint, "policy": str(layout),

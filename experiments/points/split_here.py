@@ -108,7 +108,7 @@ def decode(app: App, policy: Policy, requests: int, s: SplitHereSettings) -> Mea
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Medians over the repeats, with the range of the gain."""
-    alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    alike: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for r in rows:
         alike.setdefault((r["model"], r["requests"]), []).append(r)
     found = []
