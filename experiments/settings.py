@@ -27,6 +27,14 @@ def parse(schema: type[T], given: DictConfig | dict[str, Any] | None) -> T:
     return found
 
 
+def at_least(settings: Any, **least: float) -> None:
+    """InputError for a field of ``settings`` below the number given for it; null is none."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < low:
+            raise InputError(f"settings.{name} must be at least {low}, got {value}")
+
+
 def experiment(schema: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks a point and ties it to the schema of its settings."""
 

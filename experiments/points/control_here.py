@@ -25,7 +25,7 @@ from experiments.control import ControlPath, Cores
 from experiments.machines import TIMEOUT_NS
 from experiments.neighbours import busy
 from experiments.schema import App
-from experiments.settings import experiment
+from experiments.settings import at_least, experiment
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import DeviceError, InputError
 from hybridattn.core.request import DeclaredTokens
@@ -64,9 +64,7 @@ class HereSettings:
     def __post_init__(self) -> None:
         if not 0 < self.utilisation < 1:
             raise InputError(f"settings.utilisation must lie in (0, 1), got {self.utilisation}")
-        for name, least in (("neighbours", 0), ("prompts", 2), ("words", 2), ("rows", 1), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"settings.{name} must be at least {least}, got {getattr(self, name)}")
+        at_least(self, neighbours=0, prompts=2, words=2, rows=1, steps=1)
 
 
 @experiment(HereSettings)

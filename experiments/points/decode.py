@@ -15,7 +15,7 @@ from typing import Any
 from experiments.build import cost_of, kv_room, policy_of, pricing_of, profiles_of, sim_device
 from experiments.neighbours import busy
 from experiments.schema import App
-from experiments.settings import experiment
+from experiments.settings import at_least, experiment
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs, with_cpu_factor
@@ -55,10 +55,7 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.demand is None):
             raise InputError(f"settings need one of ratio and demand, got {self.ratio} and {self.demand}")
-        for name in ("ratio", "demand", "exposed_fraction", "neighbours"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InputError(f"settings.{name} must not be negative, got {value}")
+        at_least(self, ratio=0, demand=0, exposed_fraction=0, neighbours=0)
 
 
 @experiment(DecodeSettings)

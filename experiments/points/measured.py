@@ -28,9 +28,9 @@ KEPT = (
 
 
 @lru_cache(maxsize=1)
-def _model(name: str, dtype: str) -> Any:
+def loaded(name: str, dtype: str, where: str = "cpu") -> Any:
     """Weights, shared by the points of a process: loading takes longer than a small point."""
-    return load(name, dtype=dtype)
+    return load(name, dtype=dtype, device=where)
 
 
 def shared_model(app: App) -> Any:
@@ -39,7 +39,7 @@ def shared_model(app: App) -> Any:
         raise InputError(
             f"model {app.model.label} is a shape for simulations: choose model=smollm2 on {app.device.name}"
         )
-    return _model(app.model.load, app.model.dtype)
+    return loaded(app.model.load, app.model.dtype)
 
 
 def checked_trace(llm: LLM) -> Trace:

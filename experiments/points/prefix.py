@@ -16,9 +16,8 @@ from typing import Any
 from experiments.build import costs_of, policy_of, sim_device
 from experiments.points.serve import ServeSettings, engine_for, metrics_of
 from experiments.schema import App
-from experiments.settings import experiment
+from experiments.settings import at_least, experiment
 from experiments.tables import markdown
-from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
 
 NAMES = {False: "each for itself", True: "shared"}
@@ -36,9 +35,7 @@ class PrefixSettings(ServeSettings):
     output: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("prefix", "requests", "own", "output"):
-            if getattr(self, name) < 1:
-                raise InputError(f"settings.{name} must be at least 1, got {getattr(self, name)}")
+        at_least(self, prefix=1, requests=1, own=1, output=1)
 
 
 @experiment(PrefixSettings)

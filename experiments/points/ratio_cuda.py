@@ -19,21 +19,20 @@ import torch
 
 import gpu_kernels
 from experiments.build import policy_of
+from experiments.points.measured import checked_trace, loaded
 from experiments.schema import App
 from experiments.settings import experiment
 from experiments.tables import markdown
 from hybridattn import LLM, SamplingParams
 from hybridattn.core.device import Span
-from hybridattn.core.errors import DeviceError, InputError
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU
 from hybridattn.core.records import StepRecord
 from hybridattn.core.stages import CPU_TIER
-from hybridattn.core.trace import violations
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.cuda_presence import why_no_cuda
 from hybridattn.metrics.overlap import summarize_overlap
-from hybridattn.models.load import load
 
 SHAPES = ("llama3.1-8b", "llama3.2-3b", "smollm2-135m")  # the first that fits is taken
 GIB = 1 << 30
@@ -127,24 +126,14 @@ def chosen_here(device: str, s: CardSettings) -> Chosen:
         raise InputError(f"ratio_cuda measures on cuda (or, to try the way, on host), not on {device}")
     if (reason := why_no_cuda()) is not None:
         raise InputError(f"device 'cuda' cannot be used: {reason}")
-    return _on_card(s.most_gb, s.gpu_requests, s.max_model_len, s.model, s.dtype)
+    return chosen(*_card(), s)
 
 
 @lru_cache(maxsize=1)
-def _on_card(most_gb: float, gpu_requests: int, max_model_len: int, model: str, dtype: str) -> Chosen:
-    """Once in a process: afterwards the weights of the first point lie on the card."""
-    asked = CardSettings(
-        gpu_requests=gpu_requests, prompt_tokens=1, max_model_len=max_model_len, most_gb=most_gb, model=model,
-        dtype=dtype,
-    )  # fmt: skip
-    free, _ = torch.cuda.mem_get_info()
-    return chosen(free, gpu_kernels.capability_of(torch.device("cuda")).bf16, asked)
-
-
-@lru_cache(maxsize=1)
-def _model(name: str, dtype: str, where: str) -> Any:
-    """Weights, shared by the points of a process."""
-    return load(f"dummy:{name}", dtype=dtype, device=where)
+def _card() -> tuple[int, bool]:
+    """Bytes free on the card and whether it has bf16; once in a process: afterwards the weights of the first point lie
+    there."""
+    return torch.cuda.mem_get_info()[0], gpu_kernels.capability_of(torch.device("cuda")).bf16
 
 
 @lru_cache(maxsize=1)
@@ -192,7 +181,7 @@ def _open(app: App, s: CardSettings, found: Chosen, cpu_requests: int) -> LLM:
     policy = policy_of(replace(app, policy=replace(app.policy, options={**app.policy.options, **share})))
     options = {"gpu_memory_bytes": found.budget_bytes} if found.budget_bytes is not None else {}
     return LLM(
-        model=_model(found.shape, found.dtype, "cpu" if app.device.name == "host" else "cuda:0"),
+        model=loaded(f"dummy:{found.shape}", found.dtype, "cpu" if app.device.name == "host" else "cuda:0"),
         device=app.device.name,
         policy=policy,
         dtype=found.dtype,
@@ -284,10 +273,8 @@ def decode(llm: LLM, s: CardSettings, count: int, seconds: float) -> Window:
             cpu, gpu = cpu + on_cpu, gpu + (not on_cpu)
     took = time.perf_counter() - began
     worked = None if waited is None else round(took * 1e9) - (llm.device.waited_ns - waited)
-    trace, records = llm.trace(), llm.take_records()
+    trace, records = checked_trace(llm), llm.take_records()
     _empty(llm)
-    if broken := violations(trace.spans):
-        raise DeviceError(f"the trace breaks {len(broken)} invariants, the first: {broken[0]}")
     return Window(took, gpu, cpu, tuple(records.steps), tuple(trace.spans), worked)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.build import costs_of
 from experiments.machines import open_sim
 from experiments.schema import App
-from experiments.settings import experiment
+from experiments.settings import at_least, experiment
 from experiments.tables import markdown
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import StepRecord
@@ -47,8 +47,7 @@ class SpeedSettings:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise InputError(f"settings.layout must be one of {', '.join(LAYOUTS)}, got '{self.layout}'")
-        if self.steps < 1 or self.runs < 1:
-            raise InputError(f"settings.steps and settings.runs must be at least 1, got {self.steps} and {self.runs}")
+        at_least(self, steps=1, runs=1)
 
 
 @experiment(SpeedSettings)

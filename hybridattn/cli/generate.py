@@ -105,23 +105,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> hybridattn.LLM:
-    return hybridattn.LLM(
-        model=args.model,
-        device=args.device,
-        policy=args.policy,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        gpu_kv_blocks=args.gpu_kv_blocks,
-        cpu_kv_blocks=args.cpu_kv_blocks,
-        page_size=args.page_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        op_timeout_s=args.op_timeout,
-        cpu_fraction=args.cpu_fraction,
-        profile=args.profile,
-        record=args.trace is not None,
-    )
+    names = (
+        "model", "device", "policy", "dtype", "kv_dtype", "gpu_kv_blocks", "cpu_kv_blocks", "page_size",
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cpu_fraction", "profile",
+    )  # fmt: skip
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
+    return hybridattn.LLM(**given, op_timeout_s=args.op_timeout, record=args.trace is not None)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

@@ -59,7 +59,7 @@ def fake(monkeypatch):
     for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
         monkeypatch.setattr(module, "gpu_kernels", torch_kernels)
     monkeypatch.setattr(ratio_cuda, "chosen_here", lambda device, s: Chosen("tiny", "fp32", None))
-    monkeypatch.setattr(ratio_cuda, "_model", lambda name, dtype, where: load(f"dummy:{name}", dtype=dtype))
+    monkeypatch.setattr(ratio_cuda, "loaded", lambda name, dtype, where: load(name, dtype=dtype))
 
     def use(**runtime):
         made = lambda name, **options: CudaDevice(runtime=FakeCuda(3, **runtime), **options)  # noqa: E731
