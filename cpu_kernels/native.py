@@ -22,7 +22,9 @@ from cpu_kernels.tuning import Tuning, current
 MIN_CHUNK_BYTES = 32 << 10
 CHUNKS_PER_JOB = 16
 _HALF = struct.Struct(f"{JOB_WORDS - Job.KERNEL}q")
-_HALF_AT = 8 * int(Job.KERNEL)
+_CLAIM = struct.Struct(f"{MAX_NODES}q")
+_BASE, _SPACE = struct.Struct("q"), struct.Struct("2q")
+_HALF_AT, _BASE_AT, _SPACE_AT = 8 * int(Job.KERNEL), 8 * int(Job.BASE), 8 * int(Job.PARTIALS)
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -189,10 +191,12 @@ class NativeDecode:
         self.edges, self.chunk_ends = node_edges(
             self.items, counts, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes
         )
+        self.claims = _CLAIM.pack(*(end << 32 | end for end in self.chunk_ends))
         self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0
         self._spare: list[Workspace] = []
+        self._halves: dict[int, tuple[handed.Handed, bytes]] = {}  # of arrays that were handed once for many jobs
         self._call = _KERNEL(self.kernel)
         self._head, self._tail = self._make_head(), self._make_tail()
 
@@ -238,16 +242,25 @@ class NativeDecode:
         workspace: Workspace,
     ) -> tuple[Any, ...]:
         """Write the kernel's half of the descriptor at byte `at`; return what must stay alive while it runs."""
-        given = handed.take(self.inputs, q, out, lse, k_new, v_new)
-        a, b, pages = given.q, given.out, self.inputs.pages
-        workspace.counters[:] = 0  # a cancelled run leaves counts behind
-        _HALF.pack_into(
-            words, at + _HALF_AT, *self._head,
-            a.pointer, a.strides[0], a.strides[1], a.code, b.pointer, b.strides[0], b.strides[1], b.code,
-            *_lse_words(given), pages.layer_address(layer), pages.page_bytes,
-            *_new_words(given), workspace.partials_at, workspace.counters_at, *self._tail,
-        )  # fmt: skip
+        kept = self._halves.get(id(q))
+        half = self._half(handed.take(self.inputs, q, out, lse, k_new, v_new)) if kept is None else kept[1]
+        if kept is None and isinstance(q, handed.Handed):
+            self._halves[id(q)] = q, half
+        words[at + _HALF_AT : at + _HALF_AT + _HALF.size] = half
+        _BASE.pack_into(words, at + _BASE_AT, self.inputs.pages.layer_address(layer))
+        _SPACE.pack_into(words, at + _SPACE_AT, workspace.partials_at, workspace.counters_at)
+        if self._num_counters:
+            workspace.counters[:] = 0  # a cancelled run leaves counts behind
         return (self, q, out, lse, k_new, v_new, workspace)
+
+    def _half(self, given: handed.Handed) -> bytes:
+        """The kernel's half of the descriptor for these arrays, without a layer and a workspace."""
+        a, b = given.q, given.out
+        return _HALF.pack(
+            *self._head,
+            a.pointer, a.strides[0], a.strides[1], a.code, b.pointer, b.strides[0], b.strides[1], b.code,
+            *_lse_words(given), 0, self.inputs.pages.page_bytes, *_new_words(given), 0, 0, *self._tail,
+        )  # fmt: skip
 
     def fits(self, workspace: Any) -> Workspace:
         """Refuse a workspace that is too small for this plan."""
@@ -265,7 +278,7 @@ class NativeDecode:
     def run(self, q: Any, out: Any, lse: Any, layer: int, k_new: Any, v_new: Any, workspace: Any) -> None:
         space = self.take() if workspace is None else self.fits(workspace)
         words = ctypes.create_string_buffer(8 * JOB_WORDS)
-        alive = self.fill(memoryview(words), 0, q, out, lse, layer, k_new, v_new, space)
+        alive = self.fill(memoryview(words).cast("B"), 0, q, out, lse, layer, k_new, v_new, space)
         self._call(ctypes.addressof(words), 0, self.num_units)
         del alive
         if workspace is None:

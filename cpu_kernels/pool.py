@@ -33,7 +33,6 @@ NO_WORKER = "the pool has no living worker; one that came through a fork has non
 _FAULTS = {None: Fault.NONE, "raise": Fault.RAISE, "hang": Fault.HANG}
 # Words REMAINING to RELEASE_SEEN in one write; plain integers, because enum members cost time on each submit.
 _HEAD = struct.Struct(f"{Word.RELEASE_SEEN - Word.REMAINING + 1}q")
-_CLAIM = struct.Struct(f"{MAX_NODES}q")
 _HEAD_AT, _RELEASE, _DONE = 8 * int(Word.REMAINING), int(Ctl.RELEASE), int(Word.DONE)
 
 
@@ -169,23 +168,27 @@ class WorkerPool:
             with self._lock:
                 self._free.append(index)
             raise
-        self._reset_descriptor(index * JOB_BYTES, native.chunk_ends, sequence, priority, _FAULTS[fault])
+        self._reset_descriptor(
+            index * JOB_BYTES, native.chunk_ends[-1], native.claims, sequence, priority, _FAULTS[fault]
+        )
         job = Job(self, self._shared.words, index, sequence, native, space, alive)
         with self._lock:
             self._flying[priority].append(job)
         return job
 
-    def _reset_descriptor(self, at: int, ends: tuple[int, ...], sequence: int, priority: int, fault: Fault) -> None:
+    def _reset_descriptor(
+        self, at: int, chunks: int, claims: bytes, sequence: int, priority: int, fault: Fault
+    ) -> None:
         shared = self._shared
         seen = shared.control[_RELEASE]
         # DONE never goes back: another thread may just be asking for the job that was here before.
         done = shared.words[at // 8 + _DONE]
         _HEAD.pack_into(
             shared.bytes, at + _HEAD_AT,
-            ends[-1], 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
+            chunks, 0, 0, 0, 0, 0, 0, 0,  # REMAINING and the rest of its cache line
             done, 0, 0, 0, 0, 0, sequence, fault, priority, shared.ctl_at, seen,  # DONE ... SEQUENCE to RELEASE_SEEN
         )  # fmt: skip
-        _CLAIM.pack_into(shared.bytes, at, *(end << 32 | end for end in ends))  # nothing left to claim until the push
+        shared.bytes[at : at + len(claims)] = claims  # nothing left to claim until the push
 
     def start(self, job: Job) -> None:
         """Hand over a prepared job."""

@@ -98,7 +98,10 @@ class PoolState:
 
     def living(self) -> bool:
         """Whether a worker is there to run anything; after a fork there is none in the child."""
-        return any(thread.is_alive() for thread in self.threads)
+        for thread in self.threads:
+            if thread.is_alive():
+                return True
+        return False
 
 
 def worker_thread(shared: PoolState, cpu: int | None, node: int) -> None:

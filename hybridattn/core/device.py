@@ -117,6 +117,25 @@ class Device(Protocol):
         ...
 
 
+@runtime_checkable
+class PassDevice(Device, Protocol):
+    """A device that takes a linear stage together with the copies around it in one call."""
+
+    def submit_pass(
+        self,
+        ups: Sequence[tuple[Future, Op]],
+        op: Op,
+        after: tuple[Future, ...],
+        downs: Sequence[tuple[Op, Op]],
+    ) -> tuple[Future, list[Future]]:
+        """``op`` of gpu.compute comes after ``after`` and after copies up, each behind the ``cpu.attention`` whose
+        output it brings; behind it come copies down, and behind each of those a new ``cpu.attention``.
+
+        Returns the futures of ``op`` and of the new attentions. An error of a copy is that of ``op``.
+        """
+        ...
+
+
 class DecodeStep(NamedTuple):
     """The ops of a step of decode rows alone: the first stage, attention and linear stage of a layer, the last stage.
 

@@ -20,8 +20,9 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
 from hybridattn.devices.cuda_spans import spans_of
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.devices.handover import HandoverLane, why_no_host_call, why_no_words
+from hybridattn.devices.lane import inherited
 from hybridattn.devices.live import LiveDevice
 from hybridattn.devices.word_bounds import WordBounds
 
@@ -126,7 +128,7 @@ class CudaDevice(LiveDevice):
         if self.handover == "bell" and not self.pin(self.pool, *self.pool.memory(), "the pool's words"):
             self.handover, self.why_handover = handover_of(self.runtime, "auto", "the pool's words are pageable")
         self._bounds = WordBounds(self.pool)
-        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.handover)
+        self._cpu = HandoverLane(self.runtime, self.pool, self.cores.pool, self.handover, self._streams[D2H])
 
     @property
     def clock_spread_ns(self) -> int:
@@ -137,11 +139,48 @@ class CudaDevice(LiveDevice):
 
     def submit(self, op: Op, after: tuple[Future, ...] = ()) -> Future:
         self._refuse_if_closed(op)
-        check_after(op, [t for t in after if not self._by_word(t)])
-        future = self._hand_over(op, after) if op.lane == CPU else self._enqueue(op, after)
+        future: HandoverFuture | StreamFuture
+        if op.lane == CPU:
+            future = HandoverFuture(self, op, after)
+            self._cpu.push(future)
+        else:
+            for earlier in after:
+                if earlier.op.lane == CPU and not self._by_word(earlier):
+                    check_after(op, (earlier,))
+            future = StreamFuture(self, op, after)
+            self._enqueue(future, self._put)
         self._keep(future)
-        self.pump()
+        self._cpu.pump()
         return future
+
+    def submit_pass(
+        self, ups: Sequence[tuple[Future, Op]], op: Op, after: tuple[Future, ...], downs: Sequence[tuple[Op, Op]]
+    ) -> tuple[Future, list[Future]]:
+        if self.records or not all([self._cpu.takes(attention) for _, attention in downs]):
+            return self._pass_by_ops(ups, op, after, downs)
+        self._refuse_if_closed(op)
+        for attended, up in ups:
+            if not self._by_word(attended):
+                check_after(up, (attended,))
+        future = StreamFuture(self, op, (*after, *[attended for attended, _ in ups]))
+        self._enqueue(future, partial(self._put_pass, [up.run for _, up in ups], [down.run for down, _ in downs]))
+        self._keep(future)
+        begun: list[Future] = []
+        for _, attention in downs:
+            handed = HandoverFuture(self, attention, (future,))
+            if future.failure is None:
+                self._cpu.push_behind_copies(handed)
+            else:
+                handed.end(error=inherited(future))
+            self._keep(handed)
+            begun.append(handed)
+        return future, begun
+
+    def _pass_by_ops(
+        self, ups: Sequence[tuple[Future, Op]], op: Op, after: tuple[Future, ...], downs: Sequence[tuple[Op, Op]]
+    ) -> tuple[Future, list[Future]]:
+        future = self.submit(op, (*after, *[self.submit(up, (attended,)) for attended, up in ups]))
+        return future, [self.submit(attend, (self.submit(down, (future,)),)) for down, attend in downs]
 
     def waits_for(self, future: Future, timeout_ns: int) -> bool:
         if not self._by_word(future):
@@ -153,36 +192,27 @@ class CudaDevice(LiveDevice):
         """Whether streams can wait for the end of ``future``: a native job, whose end is a word."""
         return self.handover == "bell" and isinstance(future, HandoverFuture) and future.job is not None
 
-    def _hand_over(self, op: Op, after: tuple[Future, ...]) -> HandoverFuture:
-        future = HandoverFuture(self, op, after)
-        self._cpu.push(future)
-        return future
-
-    def _enqueue(self, op: Op, after: tuple[Future, ...]) -> StreamFuture:
-        future = StreamFuture(self, op, after)
+    def _enqueue(self, future: StreamFuture, put: Callable[[StreamFuture], None]) -> None:
         if self.broken is None:
             try:
-                self._put(future)
+                put(future)
             except Exception as error:  # the card has failed since, and refuses everything
                 self.broken = error
+        lane = self._open[future.op.lane]
         with self._lock:
             if self.broken is None:
-                self._open[op.lane].append(future)
+                lane.append(future)
             else:
                 future.settle(self.broken, 0, 0)
-        return future
+        if len(lane) > _UNSEEN:  # nobody asks for these one by one, and their closures hold tensors
+            lane[_UNSEEN // 2].done()
 
     def _put(self, future: StreamFuture) -> None:
         """Waits, the work, and its events, on the stream of its lane: times are taken only to be recorded, and an event
         without one serves again once it has passed."""
         runtime, stream = self.runtime, self._streams[future.op.lane]
         for earlier in future.after:
-            # None: it has ended. An op of the same lane is before us on the stream anyway.
-            event = getattr(earlier, "finished", None)
-            if event is not None and earlier.op.lane != future.op.lane:
-                runtime.wait(stream, event)
-            elif isinstance(earlier, HandoverFuture) and not earlier.done():
-                runtime.wait_word(stream, *self.pool.done_word(earlier.job))  # type: ignore[arg-type]
+            self._wait(stream, future.op.lane, earlier)
         if self.records:
             future.begun, future.finished = runtime.event(), runtime.event()
             runtime.record(future.begun, stream)
@@ -190,6 +220,31 @@ class CudaDevice(LiveDevice):
             future.finished = self._events.pop() if self._events else runtime.event(timing=False)
         runtime.enqueue(stream, future.execute)
         runtime.record(future.finished, stream)
+
+    def _wait(self, stream: Any, lane: str, earlier: Any) -> None:
+        """``stream``, which is the one of ``lane``, waits for the end of ``earlier``."""
+        if earlier.op.lane == CPU:
+            if not earlier.done():
+                self.runtime.wait_word(stream, *self.pool.done_word(earlier.job))
+        elif earlier.op.lane != lane and earlier.finished is not None:  # else it is before us, or has ended
+            self.runtime.wait(stream, earlier.finished)
+
+    def _put_pass(self, ups: list[Any], downs: list[Any], future: StreamFuture) -> None:
+        """The copies of a pass have no futures of their own: streams follow each other."""
+        runtime, (gpu, d2h, h2d) = self.runtime, self._streams.values()
+        for earlier in future.after:
+            self._wait(h2d if earlier.op.lane == CPU else gpu, GPU, earlier)
+        for up in ups:
+            runtime.enqueue(h2d, partial(future.attempt, up))
+        if ups:
+            runtime.follow(gpu, h2d)
+        future.finished = self._events.pop() if self._events else runtime.event(timing=False)
+        runtime.enqueue(gpu, future.execute)
+        runtime.record(future.finished, gpu)
+        if downs:
+            runtime.wait(d2h, future.finished)
+        for down in downs:
+            runtime.enqueue(d2h, partial(future.attempt, down))
 
     def wait_any(self, futures: Sequence[Future], timeout_ns: int) -> None:
         began = time.perf_counter_ns()
@@ -283,14 +338,14 @@ class CudaDevice(LiveDevice):
                 self.broken = error
         return True
 
+    def look(self) -> None:
+        self.seen(self._clock.anchor)  # once the card has failed, every question is answered so
+
     def host_ns(self, gpu_ns: int) -> int:
         return self._clock.host_ns(gpu_ns)
 
     def pump(self) -> None:
         self._cpu.pump()
-        for lane in self._open.values():
-            if len(lane) > _UNSEEN:  # nobody asks for these one by one, and their closures hold tensors
-                lane[_UNSEEN // 2].done()
 
     # -- for stages --------------------------------------------------------------------------------------------------
 

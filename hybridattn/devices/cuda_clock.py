@@ -38,8 +38,8 @@ class GpuClock:
 
     def __init__(self, runtime: CudaRuntime, stream: Stream, timeout_ns: int) -> None:
         self._runtime, self._stream, self._timeout_ns = runtime, stream, timeout_ns
-        self._anchor = runtime.event()
-        runtime.record(self._anchor, stream)
+        self.anchor = runtime.event()
+        runtime.record(self.anchor, stream)
         self._anchor_ns = 0
         self.first = self.last = self.align()
 
@@ -76,9 +76,9 @@ class GpuClock:
 
     def gpu_ns(self, event: Event) -> int:
         """GPU time of an event that has passed. The event may become the next anchor: do not record it again."""
-        since = self._runtime.elapsed_ns(self._anchor, event)
+        since = self._runtime.elapsed_ns(self.anchor, event)
         if since > _ANCHOR_NS:
-            self._anchor, self._anchor_ns = event, self._anchor_ns + since
+            self.anchor, self._anchor_ns = event, self._anchor_ns + since
             return self._anchor_ns
         return self._anchor_ns + since
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hybridattn.core.deferred import Deferred
@@ -12,6 +14,8 @@ from hybridattn.devices.cuda_runtime import Event
 from hybridattn.devices.lane import HostFuture
 from hybridattn.devices.live import await_end, raise_error_of
 
+_HANDED = threading.Event()  # of all whose job a stream pushes
+_HANDED.set()
 _SPIN_NS = 1_000_000  # waits for the GPU are mostly shorter than a sleep's own error
 
 
@@ -28,6 +32,10 @@ class Owner(Protocol):
 
     def seen(self, event: Event) -> bool:
         """Whether an event has passed; True, and the device is broken, where asking shows that the GPU has failed."""
+        ...
+
+    def look(self) -> None:
+        """See whether the GPU has failed."""
         ...
 
     def host_ns(self, gpu_ns: int) -> int: ...
@@ -90,13 +98,20 @@ class StreamFuture:
         return on_the_host(self._ready, self._owner)
 
     def execute(self) -> None:
-        """Run the closure unless something it comes after has failed."""
-        self.failure = next((t.error for t in self.after if t.error is not None), None)
-        if self.failure is None and self.op.run is not None:
+        """Run the closure."""
+        self.result = self.attempt(self.op.run)
+
+    def attempt(self, run: Callable[[], Any] | None) -> Any:
+        """Run a closure of the op or of a copy beside it, unless one of these, or what the op comes after, failed."""
+        for earlier in self.after:
+            if earlier.error is not None:
+                self.failure = self.failure or earlier.error
+        if self.failure is None and run is not None:
             try:
-                self.result = self.op.run()
+                return run()
             except Exception as error:  # it belongs to the waiters
                 self.failure = error
+        return None
 
     def done(self) -> bool:
         return self.ended or self._owner.passed(self)
@@ -104,11 +119,12 @@ class StreamFuture:
     def settle(self, failure: BaseException | None, gpu_start_ns: int, gpu_end_ns: int) -> None:
         """The end: read what the host could not read before, and let go of what the op used."""
         self.gpu_start_ns, self.gpu_end_ns = gpu_start_ns, gpu_end_ns
-        late = next((t.error for t in self.after if t.error is not None), None)  # it failed while the stream waited
         if self._owner.records:
             self._ready = ready_of(self.after)
+        self.failure = self.failure or failure
+        for earlier in self.after:  # one may have failed while the stream waited
+            self.failure = self.failure or earlier.error
         self.after = ()  # or every future would keep all its ancestors alive
-        self.failure = self.failure or failure or late
         self.begun = self.finished = None
         if isinstance(self.result, Deferred):
             try:
@@ -147,12 +163,18 @@ class HandoverFuture(HostFuture):
     stream comes by and pushes it, and it never ends if the GPU stops first.
     """
 
-    __slots__ = ("_owner", "_ready", "pushed")
+    __slots__ = ("_owner", "_ready")
 
     def __init__(self, owner: Owner, op: Op, after: tuple[Future, ...]) -> None:
         self._owner = owner
         super().__init__(op, after)
-        self.pushed: Event | None = None  # passes once a stream has pushed the job
+
+    def _new_event(self) -> threading.Event:
+        return _HANDED
+
+    def queue(self) -> None:
+        """Not a stream but the driver will push the job, or a thread runs the closure: somebody may sleep meanwhile."""
+        self._event = threading.Event()
 
     @property
     def ready_ns(self) -> int:
@@ -164,11 +186,9 @@ class HandoverFuture(HostFuture):
         gpu, cpu = ready_of(self.after) if self._owner.records else (0, 0)
         self._ready = (gpu, cpu) if gpu else (0, when_ns)
 
-    def hand_over(self, job: NativeJob, pushed: Event) -> None:
+    def hand_over(self, job: NativeJob) -> None:
         """A stream will push ``job``; ``after`` stays until then, for its times and errors."""
-        self.pushed = pushed
         self.job = job
-        self._event.set()
 
     def done(self) -> bool:
         if super().done():
@@ -186,8 +206,9 @@ class HandoverFuture(HostFuture):
 
     def _settle(self) -> None:
         if self.after:  # handed over by a stream: nobody has looked at these before
-            if all(t.done() for t in self.after):
-                self.failure = self.failure or next((t.error for t in self.after if t.error is not None), None)
+            for earlier in self.after:
+                if earlier.done():
+                    self.failure = self.failure or earlier.error
             self.ready_ns = 0
             self.after = ()
         self.op.run = self.op.native = None  # closures hold tensors
@@ -198,7 +219,6 @@ class HandoverFuture(HostFuture):
 
     def block(self, seconds: float) -> None:
         """As on the host, but look after the streams in between: they may have work for the driver."""
-        if self.pushed is not None and self._owner.seen(self.pushed):
-            self.pushed = None
+        self._owner.look()
         self._owner.pump()
         super().block(min(seconds, 0.001))

@@ -49,6 +49,10 @@ class CudaRuntime(Protocol):
         """Work enqueued on ``stream`` from now on starts after ``event`` has passed."""
         ...
 
+    def follow(self, stream: Stream, earlier: Stream) -> None:
+        """Work enqueued on ``stream`` from now on starts after all that is on ``earlier`` now."""
+        ...
+
     def query(self, event: Event) -> bool:
         """Whether a recorded event has passed. Raises what the GPU failed with, if it did."""
         ...
@@ -119,6 +123,7 @@ class TorchCuda:
         self.gpu_name = torch.cuda.get_device_name(self._device)
         self._launch, self._no_launch = _find_host_call()
         self._words = Words()
+        self._relay: Any = None
         self._graph_pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that share the pool
 
@@ -140,6 +145,12 @@ class TorchCuda:
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
+
+    def follow(self, stream: Stream, earlier: Stream) -> None:
+        if self._relay is None:
+            self._relay = torch.cuda.Event()
+        self._relay.record(earlier)  # a wait is for the latest record when it is asked for
+        stream.wait_event(self._relay)
 
     def query(self, event: Event) -> bool:
         return event.query()

@@ -1,14 +1,14 @@
 """The cpu.attention lane of the CUDA device: from "copied to the host" to "being computed" without Python.
 
     gpu.d2h     |send(l)|
-    handover            |push| <- host call of a stream that waits for the send; nothing else is held up by it
+    handover            |push| <- a word that is written behind the send, or a host call of a stream that waits for it
     pool                     |attention(l)| ... sequence number
     driver      ... layer l+1 ............. done()? reads the number, ~100 ns
 
 The job's descriptor is filled when the op is submitted. Three ways, the first that works here:
 
-    bell    the stream writes a word that the pool's workers look at: nothing but the stream and a worker takes part
-    stream  a host call, the pool's own native push with that descriptor
+    bell    the stream of the copies writes a word that the pool's workers look at (one counter, so one stream)
+    stream  a host call of a stream of its own, the pool's own native push with that descriptor
     poll    the driver pushes while it polls, as on the host device; so do ops without a native form. Order is kept.
 """
 
@@ -20,10 +20,10 @@ import time
 from typing import Any
 
 from cpu_kernels import WorkerPool
-from hybridattn.core.op import SKIPPED, WAITED, NativeJob
+from hybridattn.core.op import D2H, SKIPPED, WAITED, NativeJob, Op
 from hybridattn.devices.cpu_lane import CpuLane
 from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
-from hybridattn.devices.cuda_runtime import CudaRuntime, Event
+from hybridattn.devices.cuda_runtime import CudaRuntime, Stream
 
 PROBE_S = 2.0
 
@@ -41,54 +41,61 @@ class _Preparing:
 class HandoverLane(CpuLane):
     """A ``CpuLane`` whose native jobs are pushed by a stream where that is possible."""
 
-    def __init__(self, runtime: CudaRuntime, pool: WorkerPool, cpus: tuple[int, ...], way: str) -> None:
+    def __init__(self, runtime: CudaRuntime, pool: WorkerPool, cpus: tuple[int, ...], way: str, copies: Stream) -> None:
         super().__init__(pool, cpus)
         self.way = way
-        self.stream = runtime.open_stream()
-        self._runtime = runtime
+        self.stream = copies if way == "bell" else runtime.open_stream()
+        self._runtime, self._copies = runtime, copies
         self._jobs = pool
         self._preparing = _Preparing(pool)
 
     def push(self, future: Any) -> None:
-        if self._goes_by_stream(future):
-            with self._lock:
-                self._by_stream(future)
+        if self.takes(future.op) and all(isinstance(t, StreamFuture) and t.error is None for t in future.after):
+            self._by_stream(future)
         else:
+            future.queue()
             super().push(future)
 
-    def _goes_by_stream(self, future: HandoverFuture) -> bool:
-        """Native, after stream ops only, and nothing queued that it would overtake."""
-        if self.way == "poll" or future.op.native is None or self._closing:
+    def takes(self, op: Op) -> bool:
+        """Whether a stream can push the job of ``op``: it is native, and nothing is queued that it would overtake."""
+        if self.way == "poll" or op.native is None or self._closing:
             return False
-        if self._pending[WAITED] or self._pending[SKIPPED] or (self._closure is not None and not self._closure.done()):
-            return False
-        return all(isinstance(t, StreamFuture) and t.error is None for t in future.after)
+        return not (
+            self._pending[WAITED] or self._pending[SKIPPED] or (self._closure is not None and not self._closure.done())
+        )
 
-    def _by_stream(self, future: HandoverFuture) -> None:
+    def push_behind_copies(self, future: HandoverFuture) -> None:
+        """The job of ``future``, which the lane ``takes``, is pushed once all copies down so far have ended."""
+        if self.stream is not self._copies:
+            self._runtime.follow(self.stream, self._copies)
+        self._by_stream(future, follows=True)
+
+    def _by_stream(self, future: HandoverFuture, follows: bool = False) -> None:
+        """Push the job from the stream, behind what it comes after; ``follows``: the stream is behind that already."""
         assert future.op.native is not None
-        try:
-            job = future.op.native(self._preparing)
-        except Exception as error:  # refused by the pool: the waiters must hear of it
-            future.end(error=error)
-            return
-        try:
-            future.hand_over(job, self._call_after(future, job))
-        except Exception as error:  # the card has failed since
-            future.end(error=error)
-        self._native = future
+        with self._lock:
+            try:
+                job = future.op.native(self._preparing)
+            except Exception as error:  # refused by the pool: the waiters must hear of it
+                future.end(error=error)
+                return
+            future.hand_over(job)
+            try:
+                for earlier in () if follows else future.after:
+                    assert isinstance(earlier, StreamFuture)
+                    if earlier.finished is not None and (earlier.op.lane != D2H or self.stream is not self._copies):
+                        self._runtime.wait(self.stream, earlier.finished)
+                self._ring(job)
+            except Exception as error:  # the card has failed since
+                future.job = None
+                future.end(error=error)
+            self._native = future
 
-    def _call_after(self, future: HandoverFuture, job: Any) -> Event:
-        """The push of a job, once what it comes after has ended; returns the event that passes then."""
-        for earlier in future.after:
-            if earlier.finished is not None:  # type: ignore[attr-defined]  # else it has ended
-                self._runtime.wait(self.stream, earlier.finished)  # type: ignore[attr-defined]
+    def _ring(self, job: Any) -> None:
         if self.way == "bell":
             self._runtime.write_word(self.stream, *self._jobs.arm(job))
         else:
             self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))
-        pushed = self._runtime.event()
-        self._runtime.record(pushed, self.stream)
-        return pushed
 
 
 def why_no_host_call(runtime: CudaRuntime) -> str | None:

@@ -48,7 +48,10 @@ class HostFuture:
         self.ready_ns = 0
         self._start_ns = 0
         self._end_ns = 0
-        self._event = threading.Event()
+        self._event = self._new_event()
+
+    def _new_event(self) -> threading.Event:
+        return threading.Event()
 
     def done(self) -> bool:
         job = self.job

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from hybridattn.core.device import Future
+from hybridattn.core.device import Future, PassDevice
+from hybridattn.core.op import Op
 from hybridattn.core.request import Request
 from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Sampled, Segment
 from hybridattn.executor.shared import Shared
@@ -28,12 +29,13 @@ class Submitter:
 
     __slots__ = (
         "_attended", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_loaded", "_offloaded", "_offloads",
-        "_policy", "_sampling", "_stages", "_stats", "_timeout_ns",
+        "_passes", "_policy", "_sampling", "_stages", "_stats", "_timeout_ns",
     )  # fmt: skip
 
     def __init__(self, shared: Shared) -> None:
         self._stages = shared.stages
         self._device = shared.device
+        self._passes = shared.device if isinstance(shared.device, PassDevice) else None
         self._policy = shared.policy
         self._in_flight = shared.in_flight
         self._stats = shared.stats
@@ -95,11 +97,13 @@ class Submitter:
         """post(layer) and pre(layer + 1) for the rows present; then the next attention of the micro-batches goes to the
         CPU, or their tokens are sampled."""
         after: tuple[Future, ...] = () if attended is None else (attended,)
-        if micro_batches and layer >= 0:
-            if self._forecast.predicts:
-                rows = sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
-                self._forecast.gpu_works(self._device.now_ns(), rows)
-            after += tuple([self._fetch_output(c) for c in micro_batches])
+        if micro_batches and layer >= 0 and self._forecast.predicts:
+            rows = sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
+            self._forecast.gpu_works(self._device.now_ns(), rows)
+        if micro_batches and self._passes is not None and layer < self._last:
+            return self._pass(self._passes, layer, batch, micro_batches, after)
+        if layer >= 0:
+            after += tuple([self._device.submit(self._leave(c), (c.future,)) for c in micro_batches])
         future = self._device.submit(self._stages.linear(layer, batch, micro_batches), after)
         if layer == self._last:
             self._sample(future, batch, micro_batches)
@@ -109,13 +113,33 @@ class Submitter:
 
     # -- micro-batches -------------------------------------------------------------------------------------------------
 
-    def _fetch_output(self, micro_batch: MicroBatch) -> Future:
+    def _leave(self, micro_batch: MicroBatch) -> Op:
         """The micro-batch leaves its layer: what its attention brought goes up."""
         stats = self._stats
         stats.layers_advanced += 1
         stats.row_layers += micro_batch.size
         self._in_flight.leave(micro_batch)
-        return self._device.submit(self._stages.fetch_output(micro_batch), (micro_batch.future,))
+        return self._stages.fetch_output(micro_batch)
+
+    def _pass(
+        self, device: PassDevice, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch],
+        after: tuple[Future, ...],
+    ) -> Future:  # fmt: skip
+        """``linear`` and all that ``_send_qkv`` does in one call of the device."""
+        in_flight, stages, priority_of = self._in_flight, self._stages, self._policy.priority_of
+        ups = [(c.future, self._leave(c)) for c in micro_batches] if layer >= 0 else []
+        linear = stages.linear(layer, batch, micro_batches)
+        stay = [c for c in micro_batches if not in_flight.drop_dead_rows(c)]
+        downs = []
+        for c in stay:
+            in_flight.wait_at(layer + 1, c)
+            downs.append((stages.send_qkv(c), stages.cpu_attention(c, priority_of(c.number))))
+        future, attended = device.submit_pass(ups, linear, after, downs)
+        now_ns = device.now_ns()
+        for c, c.future in zip(stay, attended, strict=True):
+            c.submitted_ns = now_ns
+            self._forecast.sent(c, now_ns)
+        return future
 
     def _send_qkv(self, micro_batches: Sequence[MicroBatch], layer: int, made: Future) -> None:
         """q, k, v of micro-batches go down and their attention of ``layer`` is queued behind the copies."""

@@ -89,7 +89,7 @@ class LayerStages:
         self._gathered = [torch.zeros_like(t[:1]).repeat(most, *[1] * (t.dim() - 1)) for t in (self._x, self._out)]
         self._gathered_qkv = torch.zeros_like(self._qkv[:1]).repeat(most, 1)
         self._indexes: dict[Hashable, torch.Tensor] = {}
-        self._indexed: Hashable = None
+        self._indexed: torch.Tensor | None = None  # the one that ``_index`` holds
         self._runs: dict[Hashable, Run] = {}
         self.why_eager: str | None = "graphs are switched off"
         if capture is not None:
@@ -160,25 +160,24 @@ class LayerStages:
     def joined(self, layer: int, rows: int, slots: Sequence[slice]) -> Run | None:
         """A closure: ``finish`` of the first ``rows`` rows and of the slots together; of layer -1, ``first``. None
         where there is no bucket for them."""
-        count = rows + sum([where.stop - where.start for where in slots])
-        bucket = self.bucket(count)
-        if bucket is None:
-            return None
-        key = (bucket, rows, *[(where.start, where.stop) for where in slots])
+        key = (rows, *[(where.start, where.stop) for where in slots])
         index = self._indexes.get(key)
         if index is None:
-            index = self._new_index(key, rows, slots)
+            bucket = self.bucket(rows + sum([where.stop - where.start for where in slots]))
+            if bucket is None:
+                return None
+            index = self._new_index(key, bucket, rows, slots)
+        return partial(self._run_joined, layer, index)
 
-        def run() -> None:
-            if self._indexed != key:
-                self._index[:bucket].copy_(index)
-                self._indexed = key
-            self._run(("joined", layer, bucket), self._joined)
+    def _run_joined(self, layer: int, index: torch.Tensor) -> None:
+        bucket = len(index)
+        if self._indexed is not index:
+            self._index[:bucket].copy_(index)
+            self._indexed = index
+        self._run(("joined", layer, bucket), self._joined)
 
-        return run
-
-    def _new_index(self, key: tuple, rows: int, slots: Sequence[slice]) -> torch.Tensor:
-        places = np.full(key[0], len(self._x) - 1, np.int64)  # padding: nobody's row
+    def _new_index(self, key: tuple, bucket: int, rows: int, slots: Sequence[slice]) -> torch.Tensor:
+        places = np.full(bucket, len(self._x) - 1, np.int64)  # padding: nobody's row
         there = [np.arange(where.start, where.stop) + self._first_slot for where in slots]
         found = np.concatenate([np.arange(rows), *there])
         places[: len(found)] = found

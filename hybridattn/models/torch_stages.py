@@ -158,27 +158,28 @@ class TorchStages:
 
     def linear(self, layer: int, batch: Batch | None, micro_batches: Sequence[MicroBatch]) -> Op:
         rows = self._gpu_rows() if batch is not None else None
-        parts = [(_slab_rows(c), self._plans[c.number]) for c in micro_batches]
+        slots = [_slab_rows(c) for c in micro_batches]
         requests = self._requests if batch is not None else ()
         for c in micro_batches:
             requests += c.requests
+        plans = [self._plans[c.number] for c in micro_batches]
         count = (batch.num_tokens if batch is not None else 0) + sum([c.size for c in micro_batches])
         if layer < self.num_layers - 1:
-            run = self.gpu_tier.linear(layer, rows, [where for where, _ in parts])
+            run = self.gpu_tier.linear(layer, rows, slots)
             if run is None:
-                keep = batch is not None and bool(batch.offloaded)
-                run = lambda: self._linear(layer, rows, [where for where, _ in parts], keep)  # noqa: E731
+                run = partial(self._linear, layer, rows, slots, batch is not None and bool(batch.offloaded))
             if layer >= 0:
                 return Op("linear", GPU, self.cost.linear(count), run, layer=layer, requests=requests)
+            parts = list(zip(slots, plans, strict=True))
             first = lambda: self._enter(rows, parts, run)  # noqa: E731
             return Op("linear", GPU, self.cost.first(count), first, layer=layer, requests=requests)
         sample_rows = self._sample_rows if batch is not None else []
-        sample_rows = sample_rows + [r for _, plan in parts for r in plan.sample_rows]
+        sample_rows = sample_rows + [r for plan in plans for r in plan.sample_rows]
         return Op(
             "linear+sample",
             GPU,
             self.cost.last(count, len(sample_rows)),
-            lambda: self._last(layer, rows, sample_rows, [where for where, _ in parts]),
+            partial(self._last, layer, rows, sample_rows, slots),
             layer=layer,
             requests=requests,
         )
@@ -233,8 +234,7 @@ class TorchStages:
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
     def send_qkv(self, micro_batch: MicroBatch) -> Op:
-        layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
-        run = partial(exchange.send_qkv, layer, where)
+        run = self.exchange.copies(micro_batch.layer, _slab_rows(micro_batch))[0]
         return _micro_batch_op("send q,k,v", D2H, self._works(micro_batch)[0], micro_batch, run)
 
     def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
@@ -258,8 +258,7 @@ class TorchStages:
         return works
 
     def fetch_output(self, micro_batch: MicroBatch) -> Op:
-        layer, where, exchange = micro_batch.layer, _slab_rows(micro_batch), self.exchange
-        run = partial(exchange.fetch_output, layer, where)
+        run = self.exchange.copies(micro_batch.layer, _slab_rows(micro_batch))[1]
         return _micro_batch_op("fetch output", H2D, self._works(micro_batch)[2], micro_batch, run)
 
     # -- split rows --------------------------------------------------------------------------------------------------

@@ -95,6 +95,58 @@ def test_attention_starts_after_the_copy_whoever_hands_over(opened, seed, handov
     assert violations(spans) == [] and len(spans) == 4
 
 
+def passed(device, attention, native=None, fetch=None):
+    """A micro-batch passes a linear stage: what its attention gave comes up, and what is made of it goes down to the
+    next one. The futures of the stage and of that attention; whether all was done in order, once they have ended."""
+    up, then = np.full_like(attention.out, np.nan), Attention()
+    first = attention.submit(device)
+    assert device.handover != "bell" or device.waits_for(first, 5 * SECOND)
+    first.wait(5 * SECOND) if device.handover != "bell" else None
+    native = native or (lambda pool: pool.submit(then.plan, then.q, then.out))
+    linear = op("linear", GPU, lambda: then.on_gpu.__setitem__(..., then.query + 0 * up))
+    made, (future,) = device.submit_pass(
+        [(first, op("fetch", H2D, fetch or (lambda: up.__setitem__(..., attention.out))))],
+        linear, (device.submit(op("attention", GPU)),),
+        [(op("send", D2H, lambda: then.q.__setitem__(..., then.on_gpu)), op("attention", CPU, native=native))],
+    )  # fmt: skip
+    return made, future, lambda: then.right() and np.array_equal(up, attention.out)
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("handover", ["bell", "stream", "poll"])
+def test_a_pass_keeps_its_order(opened, handover, record):
+    for seed in range(6):
+        device = opened(FakeCuda(seed, words=handover == "bell"), handover=handover, record=record)
+        _, future, right = passed(device, Attention())
+        future.wait(5 * SECOND)
+        assert right() and violations(device.drain(SECOND)) == []
+
+
+@pytest.mark.parametrize("lane", [GPU, D2H, H2D])
+def test_a_pass_needs_the_waits_of_every_stream(opened, lane):
+    for seed in range(60):
+        device = opened(FakeCuda(seed, words=True), record=False)
+        device.runtime.deaf = {device.stream(lane)}
+        device.runtime.forget = ("words",) if lane == H2D else ()
+        _, future, right = passed(device, Attention())
+        future.wait(5 * SECOND)
+        if not right():
+            return
+    pytest.fail(f"the waits of {lane} can be taken out without being seen")
+
+
+def test_what_fails_in_a_pass_fails_what_comes_behind(opened):
+    device = opened(FakeCuda(1, words=True), record=False)
+    made, future, _ = passed(device, Attention(), native=lambda pool: 1 / 0)
+    made.wait(SECOND)
+    with pytest.raises(DeviceError, match="division by zero"):
+        future.wait(SECOND)
+    made, future, _ = passed(device, Attention(), fetch=lambda: 1 / 0)
+    for failed in (made, future):
+        with pytest.raises(DeviceError, match="division by zero"):
+            failed.wait(SECOND)
+
+
 def test_without_a_record_events_take_no_time_and_serve_again(opened):
     runtime = FakeCuda(3)
     device = opened(runtime, record=False)

@@ -155,6 +155,11 @@ class FakeCuda:
         if "waits" not in self.forget and stream not in self.deaf:
             stream.put("wait", event.mark)
 
+    def follow(self, stream, earlier):
+        event = self.event(timing=False)
+        self.record(event, earlier)
+        self.wait(stream, event)
+
     def query(self, event):
         if self.failure is not None:
             raise self.failure
