@@ -14,7 +14,6 @@ Split rows have slabs of their own (``ColdParts``), which a layer has done with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from hybridattn.core.shapes import ModelShape
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 
 HALVES = 2
-_MOST_BOUND = 256  # ranges of slots whose copies are kept
+_MOST_CUT = 256  # ranges of slots of which the parts are kept
 
 
 class Rows:
@@ -106,7 +105,7 @@ class Exchange:
         self.all_rows = Rows.zeros(shape, total, dtype, torch_device)
         self.tokens, self.positions = self.all_ids[:, slots]
         self.residual, self.gpu = self.all_residual[slots], self.all_rows.part(slots)
-        self._bound: dict[tuple[int, int, int], tuple[Callable[[], object], Callable[[], object]]] = {}
+        self._cut: dict[tuple[int, int, int], tuple[Rows, Rows]] = {}
         self._host = tuple(Rows.zeros(shape, capacity, dtype) for _ in range(HALVES))
         self.cold = cold = ColdParts(shape, capacity, dtype, torch_device)
         on_gpu = self.all_ids.nbytes + self.all_residual.nbytes + self.all_rows.num_bytes
@@ -121,14 +120,22 @@ class Exchange:
         """The host side that belongs to ``layer``."""
         return self._host[layer % HALVES]
 
-    def copies(self, layer: int, where: slice) -> tuple[Callable[[], object], Callable[[], object]]:
-        """q, k, v of the slots go down; their attention output goes up. Bound once for all layers of a half."""
+    def send_qkv(self, layer: int, where: slice) -> None:
+        """q, k, v of the slots go down."""
+        host, gpu = self._parts(layer, where)
+        host.qkv.copy_(gpu.qkv, non_blocking=True)
+
+    def fetch_output(self, layer: int, where: slice) -> None:
+        """The attention output of the slots goes up."""
+        host, gpu = self._parts(layer, where)
+        gpu.out.copy_(host.out, non_blocking=True)
+
+    def _parts(self, layer: int, where: slice) -> tuple[Rows, Rows]:
+        """Both sides of some slots, which are cut once for all layers of a micro-batch."""
         key = layer % HALVES, where.start, where.stop
-        found = self._bound.get(key)
+        found = self._cut.get(key)
         if found is None:
-            if len(self._bound) == _MOST_BOUND:
-                self._bound.clear()
-            host, gpu = self.host(layer).part(where), self.gpu.part(where)
-            down = partial(host.qkv.copy_, gpu.qkv, non_blocking=True)
-            found = self._bound[key] = down, partial(gpu.out.copy_, host.out, non_blocking=True)
+            if len(self._cut) == _MOST_CUT:
+                self._cut.clear()
+            found = self._cut[key] = self.host(layer).part(where), self.gpu.part(where)
         return found

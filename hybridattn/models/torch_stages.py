@@ -234,7 +234,7 @@ class TorchStages:
     # -- copies and cpu.attention ------------------------------------------------------------------------------------
 
     def send_qkv(self, micro_batch: MicroBatch) -> Op:
-        run = self.exchange.copies(micro_batch.layer, _slab_rows(micro_batch))[0]
+        run = partial(self.exchange.send_qkv, micro_batch.layer, _slab_rows(micro_batch))
         return _micro_batch_op("send q,k,v", D2H, self._works(micro_batch)[0], micro_batch, run)
 
     def cpu_attention(self, micro_batch: MicroBatch, priority: int) -> Op:
@@ -258,7 +258,7 @@ class TorchStages:
         return works
 
     def fetch_output(self, micro_batch: MicroBatch) -> Op:
-        run = self.exchange.copies(micro_batch.layer, _slab_rows(micro_batch))[1]
+        run = partial(self.exchange.fetch_output, micro_batch.layer, _slab_rows(micro_batch))
         return _micro_batch_op("fetch output", H2D, self._works(micro_batch)[2], micro_batch, run)
 
     # -- split rows --------------------------------------------------------------------------------------------------
