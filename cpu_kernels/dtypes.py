@@ -54,9 +54,8 @@ class KVDtype:
     bytes_dot: ClassVar[bool] = False
     pairs_order: ClassVar[tuple[int, ...]] = ()
     stored_as: ClassVar[Code | None] = Code.FP32  # rows of this type are stored as they are, but for `quiet`
-    bf16_peaks: ClassVar[tuple[int, int] | None] = (
-        None  # bits of the largest |x| of rows for which `narrow_bf16` serves
-    )
+    # 16-bit types of rows for which `narrow_short` serves, and the bits of their largest |x|, from least to most.
+    short_peaks: ClassVar[dict[Code, tuple[int, int]]] = {}
 
     # ------------------------------------------------------------------ in NumPy
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
@@ -91,9 +90,13 @@ class KVDtype:
         """Stored elements of float lanes, rounded to nearest even."""
         return x
 
-    def narrow_bf16(self, x: Value, scale: Value) -> Value:
-        """The same of bf16 bits ``<n x i16>``, without the way over floats (asked for where `bf16_peaks` is set)."""
-        raise NotImplementedError(f"{self.name} has no short way from bf16")
+    def narrow_fp16(self, x: Value, level: str) -> Value:
+        """The same of float lanes that were fp16, so that no lane is subnormal (asked for without `limit`)."""
+        return self.narrow(x, None, level)
+
+    def narrow_short(self, x: Value, code: Code, scale: Value) -> Value:
+        """The same of 16-bit elements ``<n x i16>`` of a type in `short_peaks`, without the way over floats."""
+        raise NotImplementedError(f"{self.name} has no short way from {code.name}")
 
     def quiet(self, stored: Value) -> Value:
         """What rows of type `stored_as` become: their NaNs are quiet."""
@@ -158,6 +161,9 @@ class Bf16(KVDtype):
 
     def narrow(self, x: Value, factor: Value | None, level: str) -> Value:
         return convert.f32_to_bf16(x)
+
+    def narrow_fp16(self, x: Value, level: str) -> Value:
+        return convert.normal_to_bf16(x, level)
 
     def quiet(self, stored: Value) -> Value:
         return ((stored & 0x7FFF) > 0x7F80).select(stored | 0x40, stored)
@@ -235,7 +241,8 @@ class Fp8(KVDtype):
 
     name, element_bytes, per_lane, element = "fp8", 1, 4, np.uint8
     limit, pairs_order = 448.0, (0, 2, 1, 3)
-    kind, stored_as, bf16_peaks = I8, None, (0x0A80, 0x7F60)  # 2**-106 to 448 * 2**119
+    kind, stored_as = I8, None
+    short_peaks = {Code.BF16: (0x0A80, 0x7F60), Code.FP16: (1, 0x7BFF)}  # 2**-106 to 448 * 2**119; what is finite
 
     def scales_of(self, x: np.ndarray) -> np.ndarray | None:
         peak = np.minimum(np.fmax.reduce(np.abs(x), -1, initial=0), np.float32(LARGEST))
@@ -261,8 +268,8 @@ class Fp8(KVDtype):
         assert factor is not None
         return convert.f32_to_e4m3(x * factor.splat(lanes_of(x.kind)))
 
-    def narrow_bf16(self, x: Value, scale: Value) -> Value:
-        return convert.bf16_to_e4m3(x, scale)
+    def narrow_short(self, x: Value, code: Code, scale: Value) -> Value:
+        return convert.short_to_e4m3(x, code is Code.FP16, scale)
 
     def widen(self, stored: Value, level: str) -> Value:
         return convert.e4m3_to_f32(stored.cast("zext", vec(lanes_of(stored.kind), I32)))

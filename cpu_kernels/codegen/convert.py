@@ -33,6 +33,14 @@ def f32_to_bf16(x: Value) -> Value:
     return x.ne(x).select(quiet, rounded).cast("trunc", vec(n, I16))
 
 
+def normal_to_bf16(x: Value, level: str) -> Value:
+    """The same of lanes none of which is subnormal: one instruction where the level has it."""
+    n = lanes_of(x.kind)
+    if level not in ("amx_bf16", "avx512_bf16") or n != 16:
+        return f32_to_bf16(x)
+    return x.fn.call(vec(n, "bfloat"), "llvm.x86.avx512bf16.cvtneps2bf16.512", x).bits(vec(n, I16))
+
+
 def f16_to_f32(x: Value, level: str) -> Value:
     """Widen ``<n x i16>`` fp16 bits to ``<n x float>``, exactly."""
     n = lanes_of(x.kind)
@@ -86,19 +94,22 @@ def f32_to_e4m3(x: Value) -> Value:
     return (code | ((u >> 24) & 0x80)).cast("trunc", vec(n, I8))
 
 
-def bf16_to_e4m3(x: Value, scale: Value) -> Value:
-    """Round bf16 bits ``<n x i16>`` over `scale`, a power of two, to OCP E4M3 codes ``<n x i8>``, ties to even.
+def short_to_e4m3(x: Value, is_fp16: bool, scale: Value) -> Value:
+    """Round bf16 or fp16 bits ``<n x i16>`` over `scale`, a power of two, to OCP E4M3 codes ``<n x i8>``, ties to even.
 
-    For finite values whose quotient is 448 at most, and scales from 2**-115 on, below which subnormals would count. All
-    of it is 16-bit arithmetic: half the instructions of the way over float32.
+    For finite values whose quotient is 448 at most: bf16 under scales from 2**-115 on, below which subnormals would
+    count, and fp16 that are normal (no 0). In 16-bit arithmetic: half the instructions of the way over float32.
     """
     fn, n = x.fn, lanes_of(x.kind)
+    size = x & 0x7FFF
+    # Seven bits of mantissa decide if the last one says that something was cut off: nothing but a tie is a tie then.
+    short = (((size & 7) + 7) | size) >> 3 if is_fp16 else size
     # Re-biased: exponent 1 is E4M3's smallest normal, 2**-6.
-    bias = ((7 - (scale.bits(I32) >> 23)) << 7).cast("trunc", I16).splat(n)
-    t = (x & 0x7FFF) + bias
+    bias = (((119 if is_fp16 else 7) - (scale.bits(I32) >> 23)) << 7).cast("trunc", I16).splat(n)
+    t = short + bias
     wide = t << 5  # 4 bits of exponent, 12 of mantissa; what is smaller is shifted until its exponent is 1 as well
-    far = 1 - t.ashr(7)
-    small = ((wide & 0xFE0) | 0x1000) >> fn.call(x.kind, f"llvm.umin.v{n}i16", far, fn.const(x.kind, 15))
+    # Counts above 15 give 0; those of normal numbers, which are "negative", are not asked for.
+    small = fn.call(x.kind, f"llvm.x86.avx512.psrlv.w.{16 * n}", (wide & 0xFE0) | 0x1000, 1 - t.ashr(7))
     wide = (t > 0x7F).select(wide, small)
     code = (wide + 0xFF + ((wide >> 9) & 1)) >> 9
     return (code | ((x >> 8) & 0x80)).cast("trunc", vec(n, I8))

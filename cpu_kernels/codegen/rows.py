@@ -10,7 +10,7 @@ lines, so that they are moved by vectors: K by transposing blocks of 16 x 16 lan
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import max_over_lanes, vmax
+from cpu_kernels.codegen.convert import bf16_to_f32, f16_to_f32, max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function, Module
 from cpu_kernels.codegen.fields import Code
 from cpu_kernels.codegen.tiles import V16F, element_shift, load_as_f32, store_from_f32
@@ -61,31 +61,38 @@ class RowCodec:
     # ------------------------------------------------------------------ conversion of a row
     def _narrow(self, source: Value, code: Value, row: Value, scale_at: Value) -> None:
         """Convert the plain row at `source` (run-time type `code`) to stored elements at `row`, and store its scale."""
-        f, kind = self.f, self.kind
-        if kind.bf16_peaks is None or self.level not in WIDE:
-            self._narrow_any(source, code, row, scale_at)
-            return
+        f, peaks = self.f, self.kind.short_peaks if self.level in WIDE else {}
         done = f.var(I1, 0)
-        with f.when(code.eq(int(Code.BF16))):
-            done.set(self._narrow_bf16(source, row, scale_at, *kind.bf16_peaks))
+        for short, (least, most) in peaks.items():
+            with f.when(code.eq(int(short))):
+                done.set(self._narrow_short(source, short, row, scale_at, least, most))
         with f.when(done.get().eq(0)):
             self._narrow_any(source, code, row, scale_at)
 
-    def _narrow_bf16(self, source: Value, row: Value, scale_at: Value, least: int, most: int) -> Value:
-        """Convert a row of bf16 by 16-bit arithmetic if its largest magnitude lies in a range; return whether."""
+    def _narrow_short(self, source: Value, code: Code, row: Value, scale_at: Value, least: int, most: int) -> Value:
+        """Convert a row by 16-bit arithmetic if its largest magnitude lies in a range, and its fp16 are normal.
+
+        Returns whether it did.
+        """
         f, kind, dim = self.f, self.kind, self.layout.head_dim
         lanes = 2 * LANES if dim % (2 * LANES) == 0 else LANES
         bits = vec(lanes, I16)
-        peaks = f.var(bits, 0)
+        peaks, lows = f.var(bits, 0), f.var(bits, 0x7FFF)
         with f.loop(0, dim, lanes) as d:
-            peaks.set(f.call(bits, f"llvm.umax.v{lanes}i16", f.load(bits, source, d * 2) & 0x7FFF, peaks.get()))
+            size = f.load(bits, source, d * 2) & 0x7FFF
+            peaks.set(f.call(bits, f"llvm.umax.v{lanes}i16", size, peaks.get()))
+            if code is Code.FP16:
+                lows.set(f.call(bits, f"llvm.umin.v{lanes}i16", size, lows.get()))
         peak = f.call(I16, f"llvm.vector.reduce.umax.v{lanes}i16", peaks.get())
         fits = (peak >= least) & (peak <= most)
+        if code is Code.FP16:
+            fits = fits & (f.call(I16, f"llvm.vector.reduce.umin.v{lanes}i16", lows.get()) >= 0x400)
         with f.when(fits):
-            scale = kind.scale((peak.cast("zext", I32) << 16).bits(F32))
+            one = peak.bits(vec(1, I16))
+            scale = kind.scale((f16_to_f32(one, self.level) if code is Code.FP16 else bf16_to_f32(one)).lane(0))
             f.store(scale, scale_at)
             with f.loop(0, dim, lanes) as d:
-                f.store(kind.narrow_bf16(f.load(bits, source, d * 2), scale), row, d * kind.element_bytes)
+                f.store(kind.narrow_short(f.load(bits, source, d * 2), code, scale), row, d * kind.element_bytes)
         return fits
 
     def _narrow_any(self, source: Value, code: Value, row: Value, scale_at: Value) -> None:
@@ -112,13 +119,20 @@ class RowCodec:
             self._narrow_row(source, code, row, factor)
 
     def _narrow_row(self, source: Value, code: Value, row: Value, factor: Value | None) -> None:
-        f, kind, shift = self.f, self.kind, element_shift(code)
-        with f.loop(0, self.layout.head_dim, LANES) as d:
-            if kind.limit:
+        f, kind, shift, dim = self.f, self.kind, element_shift(code), self.layout.head_dim
+        if kind.limit:
+            with f.loop(0, dim, LANES) as d:
                 x = f.load(V16F, self._wide, d * 4)
-            else:
+                f.store(kind.narrow(x, factor, self.level), row, d * kind.element_bytes)
+            return
+        with f.either(code.eq(int(Code.FP16))) as half:
+            with f.loop(0, dim, LANES) as d:
+                x = f16_to_f32(f.load(vec(LANES, I16), source, d * 2), self.level)
+                f.store(kind.narrow_fp16(x, self.level), row, d * kind.element_bytes)
+            half.otherwise()
+            with f.loop(0, dim, LANES) as d:
                 x = load_as_f32(f, source.at(d << shift), code, LANES, self.level)
-            f.store(kind.narrow(x, factor, self.level), row, d * kind.element_bytes)
+                f.store(kind.narrow(x, factor, self.level), row, d * kind.element_bytes)
 
     def _widen(self, row: Value, scale_at: Value, target: Value, code: Value) -> None:
         f, kind, shift = self.f, self.kind, element_shift(code)

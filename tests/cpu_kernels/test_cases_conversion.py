@@ -135,29 +135,39 @@ def test_fp8_agrees_with_torch() -> None:
     assert np.array_equal(torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), dtypes.to_e4m3(x))
 
 
-@pytest.mark.parametrize("dim", [16, 64])  # vectors of 16 and of 32 on the way that bf16 takes
-def test_fp8_of_every_bf16(level: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# Of the 16-bit types: bits of 448, of the smallest normal number and of infinity; sizes that are worth a code below it.
+SHORT = {"bf16": (0x43E0, 0x80, 0x7F80, 0xC00), "fp16": (0x5F00, 0x400, 0x7C00, 0x5800)}
+
+
+@pytest.mark.parametrize("given", list(SHORT))
+@pytest.mark.parametrize("dim", [16, 64])  # vectors of 16 and of 32 on the way that 16-bit rows take
+def test_fp8_of_every_16_bit_value(level: str, dim: int, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All 65,536 under scale 1 as far as 448; all of them in rows of their size; and values of every size below peaks.
 
-    Infinities, NaN and subnormals are among them, and rows whose scale is the smallest and the largest there is.
+    Infinities, NaN and subnormals are among them, rows that have none, and rows of the smallest and the largest scale.
     """
     monkeypatch.setenv("CPU_KERNELS_ISA", level)
     kind, rng = dtypes.kind_of("fp8"), np.random.default_rng(0)
+    limit, normal, infinity, span = SHORT[given]
     every = np.arange(65536, dtype=np.uint16)
-    inside = np.resize(every[(every & 0x7FFF) <= 0x43E0], (-(-34754 // (dim - 1)), dim - 1))
-    peaks = rng.integers(0, 0x7F81, (2000, 1))
-    below = np.maximum(peaks - rng.integers(0, 0xC00, (2000, dim)), 0) | rng.integers(0, 2, (2000, dim)) << 15
+    inside = every[(every & 0x7FFF) <= limit]
+    inside = inside[np.argsort(inside & 0x7FFF, kind="stable")]
+    inside = np.resize(inside, (-(-len(inside) // (dim - 1)), dim - 1))
+    peaks = rng.integers(0, infinity + 1, (2000, 1))
+    below = np.maximum(peaks - rng.integers(0, span, (2000, dim)), normal * rng.integers(0, 2, (2000, 1)))
+    below |= rng.integers(0, 2, (2000, dim)) << 15
     below[:, :1] = peaks
     rows = np.concatenate(
         [
-            np.pad(inside, ((0, 0), (0, 1)), constant_values=0x43E0),
+            np.pad(inside, ((0, 0), (0, 1)), constant_values=limit),
             every[np.argsort(every & 0x7FFF, kind="stable")].reshape(-1, dim),
             below.astype(np.uint16),
         ]
     )
+    wide = ck.from_bf16(rows) if given == "bf16" else rows.view(np.float16).astype(np.float32)
+    rows = rows if given == "bf16" else rows.view(np.float16)
     pages = ck.KVPages(-(-len(rows) // 128), 1, dim, 128, "fp8", huge_pages=False)
     ck.append_kv(pages, 0, rows[:, None], rows[::-1, None], np.arange(len(rows)))
-    wide = ck.from_bf16(rows)
     with np.errstate(invalid="ignore"):
         scales = kind.scales_of(wide)
         want = kind.decode(kind.encode(wide, scales), scales)
@@ -166,6 +176,19 @@ def test_fp8_of_every_bf16(level: str, dim: int, monkeypatch: pytest.MonkeyPatch
         assert np.array_equal(found, meant, equal_nan=True)
         numbers = ~np.isnan(meant)
         assert np.array_equal(np.signbit(found)[numbers], np.signbit(meant)[numbers])
+
+
+def test_bf16_of_every_fp16(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subnormals of fp16 are normal float32, so the processor's conversion, which drops subnormals, is exact."""
+    monkeypatch.setenv("CPU_KERNELS_ISA", level)
+    rows = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(-1, 1, 64)
+    pages = ck.KVPages(len(rows) // 128, 1, 64, 128, "bf16", huge_pages=False)
+    ck.append_kv(pages, 0, rows, rows, np.arange(len(rows)))
+    want = ck.from_bf16(ck.to_bf16(rows.astype(np.float32))).reshape(-1, 64)
+    for got in ck.unpack(pages, 0, np.arange(pages.num_pages)):
+        assert np.array_equal(got.reshape(-1, 64), want, equal_nan=True)
+        numbers = ~np.isnan(want)
+        assert np.array_equal(np.signbit(got.reshape(-1, 64)[numbers]), np.signbit(want[numbers]))
 
 
 def test_fp8_every_code_reads_back_and_multiplies_exactly(problem: Any, level: str) -> None:
