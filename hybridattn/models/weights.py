@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hybridattn.core.errors import InputError
+from hybridattn.models.arena import Arena
 from hybridattn.models.checkpoint import Checkpoint
 from hybridattn.models.config import DecoderConfig
 from hybridattn.models.expected import EMBED, FINAL_NORM, HEAD, Parts, compare, expected_tensors, layer_parts, size_of
@@ -82,7 +83,7 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: str = "fp32", devic
     to = torch_dtype(dtype)
     with Checkpoint(folder) as checkpoint:
         _check_tensors(checkpoint, config)
-        return _assembled(config, partial(_read, checkpoint, to, device))
+        return _assembled(config, partial(_read, checkpoint, to, Arena(device)))
 
 
 def random_weights(config: DecoderConfig, seed: int = 0, dtype: str = "fp32", device: str = "cpu") -> DecoderWeights:
@@ -91,9 +92,10 @@ def random_weights(config: DecoderConfig, seed: int = 0, dtype: str = "fp32", de
     The same seed, dtype and device give the same weights.
     """
     to, generator = torch_dtype(dtype), torch.Generator(device=device).manual_seed(seed)
+    arena = Arena(device)
 
     def draw(parts: Parts, columns: int | None = None) -> torch.Tensor:
-        out = torch.empty(size_of(parts, columns), dtype=to, device=device)
+        out = arena.empty(size_of(parts, columns), to)
         return out.fill_(1.0) if "norm" in parts[0][0] else out.normal_(0.0, 0.02, generator=generator)
 
     return _assembled(config, draw)
@@ -121,10 +123,10 @@ def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
 
 
 def _read(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: str, parts: Parts, columns: int | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype, arena: Arena, parts: Parts, columns: int | None = None
 ) -> torch.Tensor:
-    """Copies of the named tensors, one below the other, which own their storage."""
-    out, at = torch.empty(size_of(parts, columns), dtype=dtype, device=device), 0
+    """Copies of the named tensors, one below the other."""
+    out, at = arena.empty(size_of(parts, columns), dtype), 0
     for name, rows in parts:
         out[at : at + rows].copy_(checkpoint.read(name, (rows, *out.shape[1:])))
         at += rows
