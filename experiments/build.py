@@ -12,6 +12,7 @@ from hydra.utils import get_object, instantiate
 
 from experiments.schema import App, Target
 from hybridattn.core.errors import HybridAttnError, InputError
+from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
 from hybridattn.cost.parallel import parallel_machine
@@ -23,7 +24,7 @@ from hybridattn.cost.stages_cost import ModelCost
 from hybridattn.devices.sim import SimDevice
 from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.base import Policy
-from hybridattn.policies.registry import POLICIES, make_policy
+from hybridattn.policies.registry import POLICIES, make_policy, policy_class
 from hybridattn.workload.item import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,21 @@ def policy_of(app: App, costs: Costs | None = None) -> Policy:
 def policy_options(app: App) -> dict[str, Any]:
     """Options of ``policy`` that are given."""
     return {k: v for k, v in app.policy.options.items() if v is not None}
+
+
+def known_options(policy: Any) -> list[str]:
+    """Options that the class of ``policy`` has; a share of the CPU tier where it uses that tier."""
+    cls = policy_class(import_path(policy._target_))
+    names = [name for name in inspect.signature(cls).parameters if name not in ("costs", "predict")]
+    return [name for name in names if name != "cpu_fraction" or CPU_TIER in cls.tiers]
+
+
+def check_options(policy: Any) -> None:
+    """InputError for an option of ``policy`` that its class does not have."""
+    known = known_options(policy)
+    for name, value in policy.options.items():
+        if value is not None and name not in known:
+            raise InputError(f"policy {policy.label} has no option '{name}'; it has {', '.join(known) or 'none'}")
 
 
 def import_path(target: str) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.build import check_options
 from experiments.findings import verdict_of
 from experiments.schema import App
 from experiments.settings import find
 from experiments.track import check as check_tracker
-from experiments.wording import sentence
+from experiments.wording import among, sentence
+from hybridattn.analysis.theory import check_theory
 from hybridattn.core.errors import InputError
 
 # What a row does not depend on: where and how a sweep is run, and what is made of its rows.
@@ -53,10 +55,25 @@ def check(config: DictConfig) -> None:
     check_chosen(config)
     check_tracker(config.tracker)
     find(config.point, "point").settings(config.settings)
+    check_options(config.policy)
+    _check_hardware(config)
+    check_theory(config.analysis.theory)
     verdict_of(config)
-    gpus = config.hardware.gpus
-    if gpus != 1 and config.device.name != "sim":
-        raise InputError(f"hardware.gpus={gpus} is for the device sim: {config.device.name} has one GPU")
+
+
+def check_named(config: DictConfig, words: Iterable[str]) -> None:
+    """InputError for a machine or a model on the command line of an experiment whose settings name their own."""
+    own = next((name for name in ("place", "box") if name in config.settings), None)
+    word = next((word for word in words if among(word, ("hardware", "model"))), None)
+    if own is not None and word is not None:
+        raise InputError(f"{word} would change nothing: {config.name} names machine and model in settings.{own}")
+
+
+def _check_hardware(config: DictConfig) -> None:
+    device, hardware = config.device.name, config.hardware
+    if device != "sim" and (hardware.gpu or hardware.gpus != 1):
+        what = f"hardware.gpus={hardware.gpus}" if hardware.gpus != 1 else f"{hardware.label}"
+        raise InputError(f"{what} is for the device sim: on {device} it is hardware=here, this machine as it is")
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:

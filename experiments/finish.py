@@ -54,18 +54,19 @@ def finish(folder: ResultFolder, config: DictConfig, console: Console) -> None:
 
 
 def print_outcomes(results: SweepResults, console: Console) -> None:
-    """The table that a sweep ends with; in a file or a pipe no line of it is broken."""
+    """The table that a sweep ends with; in a file, a pipe or a notebook no line of it is broken."""
     rows = results.outcomes()
     if not rows:
         return
     question = results.asked[0]
-    table = Table(caption=question.axes, caption_justify="left")
+    table = Table(caption=question.axes(rows[0]), caption_justify="left")
     for name in rows[0]:
         if any(row[name] for row in rows):
             table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
-    wide = console if console.is_terminal else Console(file=console.file, width=250)
+    screen = console.is_terminal and not console.is_dumb_terminal
+    wide = console if screen else Console(file=console.file, width=250)
     wide.print(table, highlight=False, markup=False)
 
 

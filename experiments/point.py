@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.also import OWN, SHARED
 from experiments.composed import OUTSIDE, app_of
-from experiments.schema import App
+from experiments.schema import App, Hardware, Model
 from experiments.settings import find
 from experiments.wording import among, key_of
 from hybridattn.analysis.results import ResultFolder, finite
@@ -40,7 +40,10 @@ def run_job(config: DictConfig) -> float | None:
     if launcher != sweep["launcher"]:
         raise InputError(f"point {point_id} says launcher {launcher}, but {sweep['launcher']} launched it")
     swept = [*(hydra.sweeper.get("params") or {}), *(key_of(o) for o in overrides)]
-    row, error = run(app_of(config), coordinates(config, swept))
+    app = app_of(config)
+    for what in (app.hardware, app.model):
+        what.label += changed(what, overrides)
+    row, error = run(app, coordinates(config, swept))
     commit = sweep["commit"]  # of the code that the sweep began with, which is the code that runs
     folder.add_row({"point_id": point_id, "point": number, "launcher": launcher, **row, "commit": commit})
     if error is not None and config.fail_fast:
@@ -80,6 +83,14 @@ def coordinates(config: DictConfig, keys: Iterable[str]) -> dict[str, Any]:
                 value if isinstance(value, PLAIN) else str(OmegaConf.to_container(value))
             )
     return found
+
+
+def changed(what: Hardware | Model, overrides: Iterable[str]) -> str:
+    """What to put behind a label whose file says another machine or model: ``T4 (gpu=l4)``."""
+    group, parts = ("hardware", ("gpu", "cpu", "link")) if isinstance(what, Hardware) else ("model", ("shape", "load"))
+    keys = [key_of(o) for o in overrides]
+    own = [f"{part}={getattr(what, part)}" for part in parts if f"{group}.{part}" in keys]
+    return f" ({', '.join(own)})" if own and f"{group}.label" not in keys else ""
 
 
 def run(app: App, at: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:

@@ -96,15 +96,15 @@ def part_of(folder: ResultFolder) -> Part:
     question = results.asked[0] if results.asked else None
     panels = results.panels(question) if question is not None else []
     bad = [r for r in rows if r.get("status") == "failed"]
-    verdict = blocks(folder.json("verdict.json", []))
+    verdict, outcomes = blocks(folder.json("verdict.json", [])), results.outcomes()
     return Part(
         title=config.title or f"Experiment {config.name}",
         question=config.question,
         kind=", ".join(origin_of(good(rows)).kinds) or "failed",
         counted=results.counted(),
         failed=len(bad),
-        outcomes=results.outcomes(),
-        axes=question.axes if question is not None else "",
+        outcomes=outcomes,
+        axes=question.axes(outcomes[0]) if question is not None and outcomes else "",
         found=[(table, cells(lines) if table else "\n".join(lines)) for table, lines in verdict],
         figures=[_figure(file, config, results) for file in sorted(folder.path.glob("*.svg"))],
         crossovers=[(p.label, n, c.describe(question.unit)) for p in panels if question is not None

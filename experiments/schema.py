@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 @dataclass
@@ -172,6 +172,8 @@ def register() -> None:
     """Make the schemas known to hydra. Idempotent."""
     store = ConfigStore.instance()
     store.store(name="schema", node=App)
-    groups = {"hardware": Hardware, "model": Model, "workload": Target, "policy": Target, "device": Device}
+    options = OmegaConf.structured(Target)
+    OmegaConf.set_struct(options.options, False)  # a policy takes what its class has: `build.check_options`
+    groups = {"hardware": Hardware, "model": Model, "workload": Target, "policy": options, "device": Device}
     for group, node in {**groups, "tracker": Tracker, "paths": Paths}.items():
         store.store(group=group, name="schema", node=node)

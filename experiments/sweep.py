@@ -7,7 +7,6 @@ watcher thread        reads rows.jsonl, moves the progress bar
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.also import command_line, companions, left_out
 from experiments.axes import Axes, expand, is_option
 from experiments.begin import begin
-from experiments.build import import_path
-from experiments.composed import check, check_chosen, plain_values
+from experiments.build import known_options
+from experiments.composed import check, check_chosen, check_named, plain_values
 from experiments.ended import say
 from experiments.projection import duration, seconds_per_point, workers
 from experiments.wording import key_of, sentence
@@ -34,7 +33,6 @@ from hybridattn.analysis.results import ResultFolder
 from hybridattn.core.errors import InputError
 from hybridattn.core.interrupts import interrupts_noted
 from hybridattn.core.machine_load import others_now
-from hybridattn.policies.registry import policy_class
 
 WATCH_S = 0.2
 
@@ -60,6 +58,7 @@ class Sweep:
         """Every point without a good row; what hydra's launcher returned."""
         config = self.config
         check_chosen(config)  # its settings alone need not fit: the axes say the rest
+        check_named(config, arguments)
         axes = self._fitting(config, expand(self.params, arguments, config.repeats))
         composed = self._composed(config, axes)
         announced = self._announced()
@@ -80,16 +79,15 @@ class Sweep:
 
     def _fitting(self, config: DictConfig, axes: Axes) -> Axes:
         """``axes`` with the options that some policies of the sweep have and others lack."""
-        options = [key for key in axes.values if is_option(key)]
-        if not options:
+        options, policies = [key for key in axes.values if is_option(key)], axes.values.get("policy", ())
+        if not options or not policies:
             return axes
-        lack = set()
-        for policy in axes.values.get("policy", ()):
-            point = self._compose_point(config, [*axes.fixed, policy])
-            known = inspect.signature(policy_class(import_path(point.policy._target_))).parameters
-            lack |= {(policy, key) for key in options if key_of(key).split(".")[2] not in known}
-        nobody = {key for key in options if all((p, key) in lack for p in axes.values.get("policy", ()))}
-        return replace(axes, foreign=frozenset(pair for pair in lack if pair[1] not in nobody))
+        known = {p: known_options(self._compose_point(config, [*axes.fixed, p]).policy) for p in policies}
+        lack = {(p, key) for p in policies for key in options if key_of(key).split(".")[2] not in known[p]}
+        if nobody := [key for key in options if all((p, key) in lack for p in policies)]:
+            have = "; ".join(f"{p} has {', '.join(names) or 'none'}" for p, names in known.items())
+            raise InputError(f"no policy of this sweep has what {key_of(nobody[0])} says: {have}")
+        return replace(axes, foreign=frozenset(lack))
 
     def _composed(self, config: DictConfig, axes: Axes) -> dict[str, Any]:
         """Plain values of the points among which every value occurs, each composed and checked."""

@@ -158,5 +158,8 @@ def sentence(error: BaseException) -> str:
         plugin = re.search(r"hydra/launcher/(\w+?)(?:_|\W|$)", found)
         return f"{found} (is its plugin installed? pip install hydra-{plugin[1]}-launcher)" if plugin else found
     text = ": ".join(line.rstrip(".") for line in kept) or type(error).__name__
+    below = re.search(r"'(policy|workload)\.(\w+)'.* not in 'Target'", text)
+    if below:
+        return f"{text}; what the {below[1]} takes is written {below[1]}.options.{below[2]}"
     unknown = re.search(r"Key '(\w+)' (?:is )?not in|Could not override '([\w/]+)'", text)
     return text + renamed(unknown[1] or unknown[2]) if unknown else text

@@ -16,11 +16,10 @@ from experiments.build import import_path, policy_of, policy_options
 from experiments.schema import App
 from experiments.settings import experiment
 from hybridattn.calibration.bench import TIMEOUT_NS, Bench
-from hybridattn.calibration.measure import costs_of
 from hybridattn.core.errors import InputError
 from hybridattn.core.stages import CPU_TIER, CpuRow
 from hybridattn.cost.costs import Costs
-from hybridattn.cost.here import default_path
+from hybridattn.cost.here import costs_here, default_path
 from hybridattn.cost.machine import driver_of
 from hybridattn.cost.profile import Profile, load_profile
 from hybridattn.devices.fingerprint import fingerprint
@@ -55,7 +54,7 @@ def point(app: App, settings: ValidateSettings) -> dict[str, Any]:
         raise InputError(f"there is no profile of this machine at {path}: run `hybridattn calibrate` first")
     profile = load_profile(path, "machine")
     with Bench(app.model.load, app.model.dtype, max(s.gpu_rows, s.cpu_rows, 16)) as bench:
-        costs = costs_of(bench, profile, fingerprint())
+        costs = costs_here(profile, bench.shape, app.model.dtype, app.model.dtype, fingerprint())
         policy, planner = policy_of(app, costs), None
         if isinstance(policy, Adaptive):  # as an LLM makes it
             choice = PolicyChoice(import_path(app.policy._target_), policy_options(app), profile)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Panel, Question
+from hybridattn.analysis.theory import Line
 
 # One colour and marker per policy in every figure (Okabe and Ito's palette, safe for colour-blind readers).
 STYLES = {
@@ -29,16 +29,6 @@ STYLES = {
 CROSSES = (("x", "#8b0000"), ("+", "#4b0082"), ("1", "#005f5f"))  # published points
 TITLE_WIDTH = 84
 OTHERS = ("#666666", "#8c564b", "#17becf", "#7f3c8d", "#11a579", "#3969ac")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A curve to draw beside the points; ``y`` is what the axis shows."""
-
-    label: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    published: bool = False
 
 
 class Drawing(Figure):

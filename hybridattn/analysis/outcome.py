@@ -45,7 +45,8 @@ class Outcome:
     def cells(self, question: Question) -> tuple[str, ...]:
         """Under ``HEAD``."""
         label = question.y_label or question.y
-        value = _time(self.value) if label.endswith("[ns]") else f"{self.value:.4g}"
+        unit = label.partition("[")[2].rstrip("]")
+        value = _time(self.value) if unit == "ns" else f"{self.value:.4g} {unit}".rstrip()
         best, gain = self.best, value if self.gain is None else str(self.gain)
         if self.gain is not None and self.best in ("", question.baseline):
             best = best or f"none distinguishable from {question.baseline}"

@@ -71,11 +71,11 @@ class Question:
         label = self.y_label or self.y
         return f"{label.partition(' [')[0]} / {self.baseline}" if self.base(panel) else label
 
-    @property
-    def axes(self) -> str:
-        """What a table of gains and crossovers of this question must say beside it."""
-        over = f"; gain: {(self.y_label or self.y).partition(' [')[0]} over {self.baseline}" if self.baseline else ""
-        return f"at, pays from: {self.x_label or self.x}{over}"
+    def axes(self, columns: Iterable[str]) -> str:
+        """What a table of outcomes of this question, with these columns, must say beside it."""
+        label = self.y_label or self.y
+        over = f"gain: {label.partition(' [')[0]} over {self.baseline}" if "gain" in columns else f"value: {label}"
+        return f"at, pays from: {self.x_label or self.x}; {over}"
 
     def base(self, panel: Panel) -> Series | None:
         """The series that the others are divided by; None where they are shown as they are."""

@@ -23,7 +23,8 @@ from hybridattn.analysis.series import Panel, Question, good, panels_of, without
 from hybridattn.core.errors import InputError
 
 if TYPE_CHECKING:
-    from hybridattn.analysis.figure import Drawing, Line
+    from hybridattn.analysis.figure import Drawing
+    from hybridattn.analysis.theory import Line
 
 ASKED = "question.json"  # title, questions, and what is drawn beside the first one's points, as configured
 
@@ -94,9 +95,10 @@ class SweepResults:
         question = self.asked[0]
         if not question.baseline and (question.series != "policy" or self.folder.json("verdict.json", [])):
             return []
-        names = [name if question.baseline or name != "gain" else "value" for name in HEAD]
-        return [dict(zip(names, outcome(p, question, self.crossings(p, question)).cells(question), strict=True))
-                for p in self.panels(question)]  # fmt: skip
+        found = [outcome(p, question, self.crossings(p, question)) for p in self.panels(question)]
+        compared = any(o.gain is not None for o in found)
+        names = [name if compared or name != "gain" else "value" for name in HEAD]
+        return [dict(zip(names, o.cells(question), strict=True)) for o in found]
 
     # -- curves --------------------------------------------------------------------------------------------------
 

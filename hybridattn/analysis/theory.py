@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from hybridattn.analysis.figure import Line
 from hybridattn.analysis.series import Panel, Question
 from hybridattn.core.errors import InputError
 from hybridattn.cost.crossover import ap_gain, capacity_gain_bound, eq6_threshold, overlap_gain
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve to draw beside the points; ``y`` is what the axis shows."""
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    published: bool = False
+
+
 def theory_lines(name: str, panel: Panel, question: Question) -> list[Line]:
     """The lines called ``name`` for a panel; none for an empty name."""
-    if not name:
-        return []
-    if name not in LINES:
+    check_theory(name)
+    return LINES[name](panel, question) if name else []
+
+
+def check_theory(name: str) -> None:
+    """InputError for a name that no closed form has."""
+    if name and name not in LINES:
         raise InputError(f"theory '{name}' is unknown; known are {', '.join(LINES)}")
-    return LINES[name](panel, question)
 
 
 def published_lines(points: Iterable[Mapping[str, str]], panel: Panel) -> list[Line]:

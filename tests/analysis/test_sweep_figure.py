@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from hybridattn.analysis.crossing import crossover, gains
-from hybridattn.analysis.figure import Line, _balanced, draw_sweep
+from hybridattn.analysis.figure import _balanced, draw_sweep
 from hybridattn.analysis.series import Question, origin_of, panels_of
+from hybridattn.analysis.theory import Line
 from hybridattn.core.errors import InputError
 
 ASKED = Question("ratio", "rate", panels=("hardware",), baseline="gpu_only", candidate="async_overlap", unit="to one")

@@ -73,6 +73,16 @@ def test_a_figure_has_the_closed_form_and_published_points_beside_ours(folder):
     assert drawn(results.plot(baseline="absent")) == ["gpu_only", "async"]
 
 
+def test_a_sweep_without_its_baseline_shows_values_with_their_unit(folder):
+    document = ResultFolder.open(folder)
+    asked = [{**QUESTION, "baseline": "absent", "y_label": "decode throughput [tokens/s]"}]
+    document.write_json("question.json", {"title": "", "asked": asked})
+    results = hybridattn.open_results(folder)
+    [found] = results.outcomes()
+    assert found["value"] == "12 tokens/s" and "gain" not in found
+    assert results.asked[0].axes(found) == "at, pays from: ratio; value: decode throughput [tokens/s]"
+
+
 def test_a_sweep_that_is_not_through_says_so_and_concludes_nothing(folder):
     document = ResultFolder.open(folder)
     document.write_json("sweep.json", {"points": [str(i) for i in range(84)]})

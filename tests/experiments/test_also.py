@@ -50,6 +50,7 @@ HERE = """
 defaults:
   - pair
   - override /device: host
+  - override /hardware: here
   - _self_
 name: pair_here
 title: "measured apples"

@@ -307,7 +307,13 @@ def test_what_cannot_be_drawn_is_said_and_is_no_success(tmp_path, run, capsys, m
         (("point=my_points:nothing",), "point 'my_points:nothing' cannot be imported"),
         (("tracker.name=mlflow",), "tracker 'mlflow'"),
         (("hydra/launcher=nonsense",), "(is its plugin installed? pip install hydra-nonsense-launcher)"),
-        (("hardware.gpus=2", "device=host"), "hardware.gpus=2 is for the device sim: host has one GPU"),
+        (("hardware.gpus=2", "device=host"), "hardware.gpus=2 is for the device sim: on host it is hardware=here"),
+        (("device=host",), "T4 is for the device sim: on host it is hardware=here, this machine as it is"),
+        (("analysis.theory=bogus",), "theory 'bogus' is unknown; known are one_layer_overlap"),
+        (("policy.max_rows=2",), "what the policy takes is written policy.options.max_rows"),
+        (("policy=sync_offload", "policy.options.most=2"), "sync_offload has no option 'most'; it has cpu_fraction, m"),
+        (("policy.options.cpu_fraction=0.1,1", "policy=gpu_only"), "policy gpu_only has no option 'cpu_fraction'"),
+        (("+settings.place=x", "hardware=a10"), "hardware=a10 would change nothing: divide names machine and model in"),
         (("repeats=0",), "repeats must be at least 1"),
         (("hardware=t4=3",), "mismatched input"),
         (("name=",), "no experiment was chosen"),
@@ -443,6 +449,9 @@ def test_labels_are_those_of_what_ran(tmp_path, run):
     assert run("hardware=a10,t4", "hardware.gpus=1,2", "device.submit_us=2") == 0
     ran = [(r["hardware"], r["submit_us"], r["seed"]) for r in rows(tmp_path)]
     assert ran == [("A10", 2.0, 0), ("2x A10", 2.0, 0), ("T4", 2.0, 0), ("2x T4", 2.0, 0)]
+    assert run("hardware.gpu=l4,a10", "model.shape=llama2-13b") == 0
+    assert [r["hardware"] for r in rows(tmp_path)] == ["T4 (gpu=l4)", "T4 (gpu=a10)"]
+    assert {r["model"] for r in rows(tmp_path)} == {"Llama-2-7B (shape=llama2-13b)"}
 
 
 def test_resume_compares_composed_values_not_words(tmp_path, run, capsys):
@@ -482,7 +491,11 @@ def test_options_of_a_policy_are_swept_beside_those_that_lack_them(tmp_path, run
     ]
     assert run(*words, "resume=true") == 0 and len(rows(tmp_path)) == 3
     assert run("policy=gpu_only,cpu_only", "policy.options.max_wait_us=0,500") == 2
-    assert "max_wait_us" in capsys.readouterr().err
+    assert "no policy of this sweep has what policy.options.max_wait_us says: policy=gpu_only has" in (
+        capsys.readouterr().err
+    )
+    assert run("policy=gpu_only,sync_offload", "policy.options.cpu_fraction=0.1,0.5") == 0  # of the class, in no file
+    assert [r.get("cpu_fraction") for r in rows(tmp_path)] == [None, 0.1, 0.5]
 
 
 # -- mistakes and full disks -----------------------------------------------------------------------------------------

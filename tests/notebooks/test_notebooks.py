@@ -1,4 +1,4 @@
-"""The committed notebooks: executed, short, define nothing, and run again."""
+"""The committed notebooks: executed, short, define nothing, and run again, also with every cell run twice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def run_again(name, tmp_path, monkeypatch):
 
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
         book = read(name)
-        NotebookClient(book, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+        twice = read(name)
+        twice.cells = [cell for cell in book.cells for _ in range(2)]  # the same objects: the second run is what is left
+        NotebookClient(twice, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
     return book
 
 
