@@ -191,7 +191,7 @@ def load_profile(name: str | Path, role: str | None = None) -> Profile:
         known = _names()
         meant = spelt(str(name), known)
         if meant is None:
-            raise InputError(f"profile '{name}' is unknown; shipped are {', '.join(known)}")
+            raise InputError(f"profile '{name}' is unknown; shipped are {', '.join(shipped_names(role))}")
         found = from_json((_folder() / f"{meant}.json").read_text(), f"profile {meant}")
     if role is not None and found.role != role:
         raise InputError(f"profile {found.name} describes a {found.role}, a {role} is needed")
@@ -202,9 +202,14 @@ def changed(profile: Profile, **values: float) -> Profile:
     """``profile`` with other values of its quantities, which then are assumed; name and fingerprint say so."""
     known = {name: profile.quantities[name] for name in values if profile.value(name)}
     new = {name: Quantity(v, known[name].unit, "assumed", "set by the caller") for name, v in values.items()}
-    said = ", ".join(f"{name} {value:.4g} {known[name].unit}" for name, value in values.items())
+    said = ", ".join(f"{name} {_shown(value, known[name].unit)}" for name, value in values.items())
     name, mark = f"{profile.name} ({said})", f"{profile.fingerprint} {said}"
     return replace(profile, name=name, fingerprint=mark, quantities={**profile.quantities, **new})
+
+
+def _shown(value: float, unit: str) -> str:
+    prefix, scale = next(((p, s) for p, s in (("T", 1e12), ("G", 1e9)) if value >= s), ("", 1.0))
+    return f"{value / scale:.4g} {prefix}{unit}" if unit != "1" else f"{value:g}"
 
 
 def check_machine(profile: Profile, fingerprint: str, allow_foreign: bool = False) -> None:

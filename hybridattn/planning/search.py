@@ -24,7 +24,8 @@ from hybridattn.planning.plan import Outcome, Site
 
 GPUS = (1, 2, 4, 8)
 LANES = 16  # of PCIe for each card
-_LOAD = re.compile(r"\s*(\S+)\s+([\d,]+)\s*x\s*([\d,]+)\s*(?:,\s*tpot\s*<=?\s*([\d.]+)\s*(ms|s)\s*)?", re.IGNORECASE)
+_TPOT = r"(?:,?\s*tpot\s*<=?\s*([\d.]+)\s*(ms|s)\s*)?"
+_LOAD = re.compile(r"\s*(\S.*?)\s+([\d,]+)\s*x\s*([\d,]+?)\s*" + _TPOT, re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

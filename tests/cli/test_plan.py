@@ -78,8 +78,8 @@ def test_what_a_machine_has_may_be_said(capsys):
     assert found["gpu_kv_bytes"] == int(0.9 * 96e9) - found["weight_bytes"]
     assert found["cpu_kv_bytes"] == int(0.8 * 512e9)
     assert found["machine"] == (
-        "2xa10 (memory 4.8e+10 B, bandwidth 1.2e+12 B/s)+"
-        "epyc-7r32-16c (cores 64 1, peak_flops 5.734e+12 flop/s) (memory 5.12e+11 B)+2xpcie4-x16"
+        "2xa10 (memory 48 GB, bandwidth 1.2 TB/s)+"
+        "epyc-7r32-16c (cores 64, peak_flops 5.734 Tflop/s) (memory 512 GB)+2xpcie4-x16"
     )
 
 
@@ -97,7 +97,7 @@ def test_a_search_prints_the_machine_and_why_no_cheaper_one(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gpu", "a11"], "profile 'a11' is unknown; shipped are a10,"),
+        (["--gpu", "a11"], "profile 'a11' is unknown; shipped are a10, a100-80g, a10g, gh200, h100,"),
         (["--gpu", "a10", "--model", "gpt-5"], "model shape 'gpt-5' is unknown"),
         (["--context", "0"], "context and concurrency of at least 1"),
         (["--context", "1000000"], "a context of 1,000,000 tokens exceeds the 131,072 that llama3.1-8b fp16 has"),

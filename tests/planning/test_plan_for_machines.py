@@ -250,6 +250,10 @@ def test_current_processors_have_the_bandwidth_of_their_channels():
 def test_a_search_finds_the_cheapest_that_serves_the_load():
     wanted = Wanted.parse("llama31-8b 8192 x 64, tpot <= 80ms")
     assert (wanted.shape, wanted.context, wanted.requests, wanted.tpot_ms) == (LLAMA3, 8192, 64, 80)
+    assert all(
+        Wanted.parse(said) == wanted
+        for said in ("Llama 3.1 8B 8,192x64 TPOT<=0.08s", "llama31-8b 8192 x 64,tpot<80 ms")
+    )
     found = search(wanted)
     assert max(found.outcome.gpu_tpot_ms, found.outcome.cpu_tpot_ms or 0) <= 80
     assert found.outcome.gpu_rows + found.outcome.cpu_rows == 64
