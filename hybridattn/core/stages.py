@@ -80,6 +80,11 @@ class Segment:
         return self.gone + self.cold
 
     @property
+    def unseen(self) -> int:
+        """Tokens of it that the request does not have yet: 1 where the step before samples it, else 0."""
+        return max(0, self.start + self.num_tokens - len(self.request.token_ids))
+
+    @property
     def loads(self) -> int:
         """Tokens of a prompt, earlier than its own, whose K,V come up for its attention."""
         return self.start if self.tier == CPU_TIER else self.cold
@@ -287,6 +292,16 @@ class RunStages(Stages, Protocol):
     def layers(self, first: int, stop: int, batch: Batch) -> Op | None:
         """gpu.compute: attention and linear stage of layers ``first`` to ``stop - 1``, the model's last not among them,
         for the GPU rows alone; None where this step's go one by one."""
+        ...
+
+
+@runtime_checkable
+class AheadStages(Stages, Protocol):
+    """Stages that can plan a decode step before the tokens of the one before have come down."""
+
+    def can_follow(self, batch: Batch) -> bool:
+        """Whether the next step may be decode rows of ``batch`` that each begin with the token that ``batch``, planned
+        last and without micro-batches beside it, samples for them: their segments start where their requests end."""
         ...
 
 

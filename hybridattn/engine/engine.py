@@ -14,7 +14,7 @@ from hybridattn.core.device import Device, Span
 from hybridattn.core.errors import DeviceError, HybridAttnError, InputError
 from hybridattn.core.records import RequestRecord, RunRecords, StepRecord
 from hybridattn.core.request import DeclaredTokens, Request
-from hybridattn.core.stages import GPU_TIER, Batch, Stages
+from hybridattn.core.stages import GPU_TIER, AheadStages, Batch, Stages
 from hybridattn.core.weakly import weakly
 from hybridattn.engine.at_work import AtWork
 from hybridattn.engine.output import Event, OutputProcessor
@@ -189,7 +189,7 @@ class Engine:
                 tiers = ", ".join(self.policy.tiers)
                 raise InputError(f"tier '{tier}' is none of policy '{self.policy.name}': {tiers}")
             request = self._requests.get(request_id)
-            if request is None or not self.scheduler.swaps.move(request, tier):
+            if request is None or self.executor.under_way or not self.scheduler.swaps.move(request, tier):
                 return False
             try:
                 self._begin(self.kv.take_begun())
@@ -280,14 +280,15 @@ class Engine:
         now_ns = self.device.now_ns()
         for request in self._queue.due(now_ns):
             self.scheduler.queues.wait(request)
-        output = self._schedule(now_ns)
+        under_way = self.executor.under_way
+        output = self._schedule(now_ns) if under_way is None else SchedulerOutput(under_way, (), ())
         if output.batch is None and not output.idle and not self.executor.micro_batches:
             self._idle()
             return []
         if self._quiet_steps is not None and output.batch is not None and self._quiet_steps.take(output.batch):
             return []
         view = self._step_view(now_ns, output.batch) if self._plans else None
-        sampled = self.executor.run(output.batch, output.idle, view)
+        sampled = self.executor.run(output.batch, output.idle, view, self._following)
         if output.batch is not None:
             self.scheduler.computed(output.batch)
         events = [self._output.deliver(s) for s in sampled]
@@ -295,6 +296,13 @@ class Engine:
         self.kv.lower()
         self._begin(self.kv.take_begun())
         return events
+
+    def _following(self, batch: Batch) -> Batch | None:
+        """The rows of the step after ``batch``, where its tokens need not be known for that."""
+        stages = self.executor.stages
+        if self._plans or not isinstance(stages, AheadStages) or not stages.can_follow(batch):
+            return None
+        return self.scheduler.following(batch)
 
     def _schedule(self, now_ns: int) -> SchedulerOutput:
         """What the step may do, with its moves begun, or made where the policy lets the step wait for them."""

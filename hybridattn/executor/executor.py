@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hybridattn.core.device import Device, Future
 from hybridattn.core.records import StepRecord
@@ -36,6 +37,7 @@ class Executor:
     steps : records of the steps since the engine last took them
     on_step : where each record goes; None: nowhere
     tokens : made so far; a CPU row that advanced one layer counts 1 / num_layers
+    under_way : GPU rows of a step that was submitted with the one before it, and whose tokens are not handed out
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Executor:
         self._run_ahead = run_ahead
         self._timeout_ns = op_timeout_ns
         self._ahead: deque[Future] = deque()  # linear stages that the driver is ahead of the GPU
+        self.under_way: Batch | None = None
         self._sample: tuple[Future, int] | None = None  # a linear stage of this step and its rows, to learn from
 
     @property
@@ -96,19 +99,36 @@ class Executor:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch | None, idle: Sequence[CpuRow], view: StepView | None = None) -> list[Sampled]:
-        """One step for the GPU rows of ``batch``, or one round of detours when there are none."""
+    def run(
+        self,
+        batch: Batch | None,
+        idle: Sequence[CpuRow],
+        view: StepView | None = None,
+        following: Callable[[Batch], Batch | None] = lambda batch: None,
+    ) -> list[Sampled]:
+        """One step for the GPU rows of ``batch``, or one round of detours when there are none.
+
+        ``following`` is asked for the rows of the next step, as far as they are certain. That step is submitted before
+        the tokens of this one are waited for, is ``under_way`` from then on, and has to be the next one that is run.
+        """
         with self.device.driving():
-            self._begin(batch, view)
-            dispatched = self._decisions.dispatch(idle, batch) if idle else []
-            self._stats.count_rows(self.micro_batches)
-            if batch is None and not dispatched:
-                self._decisions.round()
-            else:
-                made = self._submitter.first(batch, dispatched)
-                if batch is not None:
-                    self._layers(batch, made)
-            return self._end(batch)
+            if self.under_way is None:
+                self._submit(batch, idle, view)
+            self.under_way = None
+            if batch is not None and not (self.micro_batches or self.moves):
+                self.under_way = following(batch)
+            return self._end(batch) if self.under_way is None else self._end_before(self.under_way, batch)
+
+    def _submit(self, batch: Batch | None, idle: Sequence[CpuRow], view: StepView | None) -> None:
+        self._begin(batch, view)
+        dispatched = self._decisions.dispatch(idle, batch) if idle else []
+        self._stats.count_rows(self.micro_batches)
+        if batch is None and not dispatched:
+            self._decisions.round()
+        else:
+            made = self._submitter.first(batch, dispatched)
+            if batch is not None:
+                self._layers(batch, made)
 
     def _begin(self, batch: Batch | None, view: StepView | None) -> None:
         self._stats.begin(self.device.now_ns(), batch)
@@ -169,12 +189,30 @@ class Executor:
         if self._sample is not None:
             self.forecast.linear_took(*self._sample)
             self._sample = None
-        sampled = self._submitter.collect()
+        sampled = self._submitter.collect(self._submitter.sampling())
         self.tokens += self._stats.gpu_made
         self.tokens += self._stats.row_layers / self.stages.num_layers
         self._record(batch)
         if self.moves:
             self.moves.arrive()
+        return sampled
+
+    def _end_before(self, after: Batch, batch: Batch | None) -> list[Sampled]:
+        """The tokens of this step, once the one of ``after`` is submitted.
+
+        gpu.compute   |... linear L-1, sample|first|attention 0 ...|
+        driver            plan, submit .......|tokens: text, ends|plan the next ...
+        """
+        sampling, sample, self._sample = self._submitter.sampling(), self._sample, None
+        record = self._stats.record(0, batch)
+        self._stats.number += 1
+        self._submit(after, (), None)
+        sampled = self._submitter.collect(sampling)
+        self.tokens, self._stats.gpu_made = self.tokens + self._stats.gpu_made, 0
+        if sample is not None:
+            self.forecast.linear_took(*sample)
+        if self.on_step is not None:
+            self.on_step(replace(record, end_ns=self.device.now_ns()))
         return sampled
 
     def _record(self, batch: Batch | None) -> None:

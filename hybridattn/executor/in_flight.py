@@ -115,14 +115,14 @@ class InFlight:
         self._forecast.forget(micro_batch)
 
     def keeps(self, request: Request) -> bool:
-        """The request gets the token that was sampled for it. One that left meanwhile gets none; if a row of it was in
-        flight until now, its blocks go back."""
+        """The request gets the token that was sampled for it. One that left or ended meanwhile gets none; if a row of
+        it was in flight until now, its blocks go back."""
         left = request.state is State.LEAVING
         if request.in_flight:
             request.in_flight = False
             if left:
                 self._on_release(request)
-        return not left
+        return not left and request.state is not State.FINISHED
 
 
 def _leaving_rows(micro_batch: MicroBatch) -> list[int]:

@@ -22,6 +22,8 @@ from hybridattn.core.request import Request
 from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Sampled, Segment
 from hybridattn.executor.shared import Shared
 
+Sampling = tuple[Future, tuple[Segment, ...], tuple[MicroBatch, ...]]  # a last stage, and whose tokens it brings
+
 
 class Submitter:
     """Submits the stages of a step with the copies around them, and copies of K,V. It waits for nothing but tokens and
@@ -47,7 +49,7 @@ class Submitter:
         self._offloads: deque[Future] = deque()  # copies of their K,V that are not known to have ended
         self._attended: Future | None = None  # the GPU rows' attention of the layer before
         self._last_down: Future | None = None  # newest op of gpu.d2h: the lane is in order
-        self._sampling: list[tuple[Future, tuple[Segment, ...], tuple[MicroBatch, ...]]] = []  # last stages of the step
+        self._sampling: list[Sampling] = []  # last stages of the step
 
     # -- the GPU rows --------------------------------------------------------------------------------------------------
 
@@ -172,8 +174,13 @@ class Submitter:
         for micro_batch in micro_batches:
             self._in_flight.done(micro_batch)
 
-    def collect(self) -> list[Sampled]:
-        """Wait, bounded, for all that is being sampled; the tokens in the order in which they were sampled.
+    def sampling(self) -> list[Sampling]:
+        """What is being sampled in the step that was submitted last, for ``collect``."""
+        sampling, self._sampling = self._sampling, []
+        return sampling
+
+    def collect(self, sampling: list[Sampling]) -> list[Sampled]:
+        """Wait, bounded, for what is being sampled; the tokens in the order in which they were sampled.
 
         gpu.compute   |linear L-1 of G + micro-batch 3|linear L-1 of micro-batch 4 (a detour)|
         here           ..............................  ....................................  tokens of G, 3, 4
@@ -181,7 +188,7 @@ class Submitter:
         self._check_offloads()
         sampled: list[Sampled] = []
         keeps = self._in_flight.keeps
-        for future, segments, micro_batches in self._sampling:
+        for future, segments, micro_batches in sampling:
             tokens = future.wait(self._timeout_ns)
             now_ns = self._device.now_ns()
             owners: list[RequestLike | None] = [s.request for s in segments]
@@ -193,7 +200,6 @@ class Submitter:
             for i, owner in enumerate(owners):
                 if owner is not None and keeps(owner):  # type: ignore[arg-type]
                     sampled.append(Sampled(owner, tokens[i] if tokens is not None else 0, now_ns))
-        self._sampling.clear()
         return sampled
 
     def settle(self) -> None:

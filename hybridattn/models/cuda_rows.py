@@ -71,11 +71,14 @@ class CardRows(GpuRows):
 
 
 class ResidentStep(CardRows):
-    """Decode rows alone: what they are and all that becomes of them lies on the fixed memory of ``stages``."""
+    """Decode rows alone: what they are and all that becomes of them lies on the fixed memory of ``stages``. Tokens that
+    their requests do not have yet are among ``latest``, those that the rows planned before get."""
 
-    def __init__(self, batch: Batch, stages: LayerStages, to_device: Callable[[np.ndarray], torch.Tensor]) -> None:
+    def __init__(
+        self, batch: Batch, stages: LayerStages, to_device: Callable[[np.ndarray], torch.Tensor], latest: torch.Tensor
+    ) -> None:
         segments = batch.segments
-        self.write, self._stages = stages.plan(segments), stages  # type: ignore[method-assign]
+        self.write, self._stages = stages.plan(segments, latest), stages  # type: ignore[method-assign]
         self.num_decodes, self.num_split = len(segments), len(batch.split)
         self.decodes, self.prefills, self.chunk_of, self.last_handed_down = list(segments), [], {}, None
         bucket = stages.bucket(self.num_decodes)

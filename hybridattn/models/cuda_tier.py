@@ -74,6 +74,7 @@ class CudaTier:
         device.reserve(GPU_TIER, self._activation_bytes(rows, config.max_num_seqs), f"activations of {rows} rows")
         with device.on(GPU):
             self.stages = self._open_stages(config)
+            self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._on)  # latest ids
             warm_up(self, config)
         device.runtime.synchronize()  # what was made here is used by the copy streams too
 
@@ -154,7 +155,7 @@ class CudaTier:
     def rows(self, batch: Batch) -> GpuRows:
         with self._device.on(GPU):
             if not batch.prefills and self.stages.bucket(batch.num_decodes) is not None:
-                return ResidentStep(batch, self.stages, self.to_device)
+                return ResidentStep(batch, self.stages, self.to_device, self._sampled)
             return CudaRows(
                 batch, self._pages, self._staging, self.stages, self._config, self._dtype, self._sm_scale,
                 self.to_device,
@@ -175,9 +176,14 @@ class CudaTier:
             return None  # a trace shows each layer
         return partial(self.stages.layers, first, stop, rows.bucket, rows.items)
 
+    def keeps_tokens(self, rows: GpuRows) -> bool:
+        return isinstance(rows, ResidentStep) and rows.sampled is None
+
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Deferred:
-        """Chosen on the card: an id and two numbers of each row go down, no logit does."""
+        """Chosen on the card: an id and two numbers of each row go down, no logit does. The ids stay there, too: that
+        of a row without a token is some id that the vocabulary has."""
         chosen = choose(logits, rows, self.to_device)
+        self._sampled[: len(rows)].copy_(chosen.ids.clamp(0, logits.shape[1] - 1))
         ids, top, allowed = (_read_back(t) for t in (chosen.ids, chosen.top, chosen.allowed))
         return Deferred(lambda: tokens_of(ids.tolist(), top.tolist(), allowed.tolist(), rows))
 

@@ -49,6 +49,10 @@ class GpuTier(Protocol):
         by one."""
         ...
 
+    def keeps_tokens(self, rows: GpuRows) -> bool:
+        """Whether the tokens that are sampled for these rows stay where the next step's ``rows`` finds them."""
+        ...
+
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> Any:
         """A token id or a fault for each row, or a ``Deferred`` of them."""
         ...

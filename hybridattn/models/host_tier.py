@@ -63,6 +63,9 @@ class HostTier:
     def layers(self, first: int, stop: int, rows: GpuRows) -> None:
         return None
 
+    def keeps_tokens(self, rows: GpuRows) -> bool:
+        return False
+
     def sampled(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int | RowFault]:
         return sample_each(logits, rows)
 

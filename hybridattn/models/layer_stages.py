@@ -102,9 +102,9 @@ class LayerStages:
 
     # -- rows of a step ----------------------------------------------------------------------------------------------
 
-    def plan(self, segments: Sequence[Segment]) -> Run:
+    def plan(self, segments: Sequence[Segment], latest: torch.Tensor | None = None) -> Run:
         """See ``ResidentRows.plan``."""
-        return self.resident.plan(segments)
+        return self.resident.plan(segments, latest)
 
     def bucket(self, rows: int) -> int | None:
         """The least bucket for so many rows; None where there is none."""

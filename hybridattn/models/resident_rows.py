@@ -93,6 +93,7 @@ class ResidentRows:
         card.copy_(torch.from_numpy(self._host))
         self._counts = {window: np.ones(rows, np.int64) for window in windows}
         self._firsts = {window: np.zeros(rows, np.int64) for window in windows}
+        self._requests: list[Any] = []  # of the rows
         self._lists: list[list[int]] = []  # of pages, of the rows: these are only ever extended, or replaced
         self._lengths: list[int] = []
 
@@ -114,14 +115,20 @@ class ResidentRows:
 
     # -- on the host -------------------------------------------------------------------------------------------------
 
-    def plan(self, segments: Sequence[Segment]) -> Callable[[], None]:
+    def plan(self, segments: Sequence[Segment], latest: torch.Tensor | None = None) -> Callable[[], None]:
         """These are the rows from now on. What is returned writes it on the card, on the current stream; the plan after
-        the next must not be made before it has run."""
+        the next must not be made before it has run.
+
+        Where tokens are unseen, they are those of ``latest``, int64 on the card in order of the rows planned before.
+        """
         before, self.num_rows = self.num_rows, len(segments)
         n = self.num_rows
+        unseen = segments[0].unseen > 0  # then all are: nothing but decode rows follows such a step
+        places = {id(request): i for i, request in enumerate(self._requests)} if unseen else {}
+        self._requests = [s.request for s in segments]
         positions = self._positions[:n]
         positions[:] = [s.start for s in segments]
-        self._tokens[:n] = [s.request.token_ids[s.start] for s in segments]
+        self._tokens[:n] = [places[id(s.request)] if unseen else s.request.token_ids[s.start] for s in segments]
         entries = self._follow_pages([s.request.pages.hot for s in segments])
         newest = positions - [s.hot_from for s in segments]  # counted from the first key on the card
         pages = self._table[np.arange(n), newest // self._page]
@@ -129,7 +136,7 @@ class ResidentRows:
         self._slots[n:before] = -1
         for window, mine in self._windows.items():
             self._span(window, mine, newest, before)
-        return self._to_write(entries)
+        return self._to_write(entries, latest if unseen else None)
 
     def _span(self, window: int | None, mine: _Window, newest: np.ndarray, before: int) -> None:
         """Keys of each row, and its splits where those are others than before."""
@@ -185,7 +192,7 @@ class ResidentRows:
 
     # -- onto the card -----------------------------------------------------------------------------------------------
 
-    def _to_write(self, entries: list[tuple[int, int, int]] | None) -> Callable[[], None]:
+    def _to_write(self, entries: list[tuple[int, int, int]] | None, latest: torch.Tensor | None) -> Callable[[], None]:
         new = 0 if entries is None else sum([b - a for _, a, b in entries])
         whole = entries is None or new > _MOST_ENTRIES
         if entries and not whole:
@@ -203,6 +210,8 @@ class ResidentRows:
             self._card.copy_(staged[4 * self.rows :], non_blocking=True)
             self._ids[0, :n].copy_(ids[0, :n], non_blocking=True)
             self._ids[1, :n].copy_(ids[1, :n], non_blocking=True)
+            if latest is not None:
+                self._ids[0, :n] = latest[self._ids[0, :n]]
             if table is not None:
                 self.table[: len(table)].copy_(table, non_blocking=True)
             elif new:

@@ -42,10 +42,11 @@ class SampleRow:
             raise InputError(f"output position must be at least 0, got {self.position}")
 
     @classmethod
-    def of(cls, request: RequestLike, seed: int | None, eos_ids: Collection[int]) -> SampleRow:
-        """The row of a request as it stands now; copies its tokens if a penalty needs them."""
+    def of(cls, request: RequestLike, seed: int | None, eos_ids: Collection[int], unseen: int = 0) -> SampleRow:
+        """The row of a request as it stands now, with ``unseen`` tokens more that are not known yet; copies its tokens
+        if a penalty needs them."""
         params: SamplingParams = request.params
-        position = len(request.token_ids) - request.num_prompt
+        position = len(request.token_ids) + unseen - request.num_prompt
         return cls(
             params=params,
             seed=seed,

@@ -94,7 +94,7 @@ class TorchStages:
 
     def begin(self, batch: Batch) -> None:
         self._rows = self.gpu_tier.rows(batch)
-        self._sample_rows = [self._sample_row(s.request) for s in batch.segments if s.samples]
+        self._sample_rows = [self._sample_row(s.request, s.unseen) for s in batch.segments if s.samples]
         self._attention_work = batch_attention(self.cost, batch)
         self._requests = tuple([s.request.request_id for s in batch.segments])
         self._cold = self._plan_cold(batch.split) if batch.split else {}
@@ -104,6 +104,12 @@ class TorchStages:
         lens = np.array([s.cold for s in split], np.int32)
         first, newest = (np.array(at, np.int64) for at in zip(*[(s.gone, s.start) for s in split], strict=True))
         return self._plan_decodes(table, lens, key_start=first, query_pos=newest)
+
+    def can_follow(self, batch: Batch) -> bool:
+        return self.gpu_tier.keeps_tokens(self._gpu_rows()) and not any(
+            s.request.params.penalised
+            for s in batch.segments  # a penalty needs to know the token
+        )
 
     def dispatch(self, micro_batch: MicroBatch) -> None:
         rows, to_device = micro_batch.rows, self.gpu_tier.to_device
@@ -325,8 +331,8 @@ class TorchStages:
         run = self.gpu_tier.offload_kv(layer, rows, rows.chunk_of[segment.request.request_id])
         return _segment_op("offload k,v", D2H, self.cost.offload_kv(segment.num_tokens), layer, segment, run)
 
-    def _sample_row(self, request: RequestLike) -> SampleRow:
-        return SampleRow.of(request, request.params.seed, self.model_config.eos_ids)
+    def _sample_row(self, request: RequestLike, unseen: int = 0) -> SampleRow:
+        return SampleRow.of(request, request.params.seed, self.model_config.eos_ids, unseen)
 
     def _gpu_rows(self) -> GpuRows:
         assert self._rows is not None, "begin() comes before the ops of a step"

@@ -165,6 +165,21 @@ class Scheduler:
             return 0
         return self._kv.steps_ahead(decoding, max(0, min(r.max_tokens - r.num_output for r in decoding) - 1))
 
+    def following(self, batch: Batch) -> Batch | None:
+        """The decode rows of the step after that of ``batch``, before its tokens are known, with their pages reserved;
+        None where another step may come. A row whose request then turns out to have ended is in vain."""
+        queues, kv = self.queues, self._kv
+        if queues.waiting or len(queues.running) != len(queues.decoding) or batch.prefills or kv.window is not None:
+            return None
+        rows = {s.request.request_id for s in batch.segments}
+        go_on = [r for r in queues.decoding if r.num_output + 1 < r.max_tokens]
+        if not go_on or self._cold_pages.wanted or any(r.session or r.request_id not in rows for r in queues.decoding):
+            return None
+        if kv.steps_ahead(go_on, 1) < 1:
+            return None
+        kv.reserve_ahead(go_on, 2)
+        return Batch(tuple([Segment(r, GPU_TIER, r.num_tokens, 1, samples=True, prefill=False) for r in go_on]))
+
     def stall(self) -> StallError:
         """The error of an engine that has unfinished requests and nothing to do."""
         stuck = (self.queues.running + self.queues.waiting)[0]

@@ -100,6 +100,50 @@ def test_tokens_equal_the_hosts(model, quiet, policy, graphs, record):
     assert answers(device, model, POLICIES[policy]())[0] == quiet
 
 
+@given(
+    seed=st.integers(0, 10**6), graphs=st.booleans(), temperature=st.sampled_from([0.0, 0.8]),
+    stops=st.lists(st.integers(0, 8), min_size=4, max_size=4), gone=st.tuples(st.integers(0, 3), st.integers(1, 12)),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+def test_a_step_that_is_planned_before_the_tokens_are_known_changes_none(model, seed, graphs, temperature, stops, gone):
+    """Requests that end by a token nobody foresaw, or are aborted, while the next step runs with a row of theirs: the
+    row's token goes to nobody, and a request that comes later gets its pages."""
+    params = [SamplingParams(max_tokens=n, seed=i, temperature=temperature) for i, (_, n) in enumerate(JOBS)]
+    with pytest.MonkeyPatch.context() as patch:
+        want = run_with_ends(HostDevice(), model, params, None, (0, 99))[0]
+        for module in (fused_decoder, layer_stages, cuda_rows, cuda_tier, cpu_blocks):
+            patch.setattr(module, "gpu_kernels", torch_kernels)
+        params = [replace(p, stop_token_ids=(w[min(k, len(w) - 1)],)) for p, w, k in zip(params, want, stops)]  # noqa: B905
+        device = CudaDevice(runtime=FakeCuda(seed), graphs=graphs, record=False)
+        found, ahead = run_with_ends(device, model, params, JOBS[0], gone)
+    assert ahead > 3 or min(stops) < 5 or gone[1] < 8
+    for i, (tokens, (prompt, _)) in enumerate(zip([*want, want[0]], [*JOBS, JOBS[0]], strict=True)):
+        stop = params[i % 4].stop_token_ids[0]
+        until = tokens[: tokens.index(stop) + 1]
+        assert found[i] == until if i != gone[0] else found[i] == until[: len(found[i])], prompt
+
+
+def run_with_ends(device, model, params, late, gone):
+    """Tokens of the jobs, and of one like ``late`` that comes when all but one have ended; request ``gone[0]`` is
+    aborted in step ``gone[1]``. How many steps were planned before the tokens of the one before were known."""
+    try:
+        engine = Engine(TorchStages(model, device, CONFIG, "fp32"), device, GpuOnly(), CONFIG)
+        requests = [engine.add(prompt, n, p) for (prompt, n), p in zip(JOBS, params, strict=True)]
+        steps = ahead = 0
+        while engine.unfinished:
+            engine.step()
+            steps, ahead = steps + 1, ahead + (engine.executor.under_way is not None)
+            if steps == gone[1]:
+                engine.abort(requests[gone[0]].request_id)
+            if late is not None and engine.unfinished <= 1:
+                requests.append(engine.add(late[0], late[1], params[0]))
+                late = None
+        assert all(pool.num_free == pool.num_blocks for pool in engine.kv.pools.values())
+        return [r.token_ids[r.num_prompt :] for r in requests], ahead
+    finally:
+        device.close()
+
+
 def test_rows_that_no_bucket_holds_go_stage_by_stage(model, quiet, monkeypatch):
     """GPU rows on fixed memory, and beside micro-batches too many for a graph."""
     monkeypatch.setattr(layer_stages.LayerStages, "joined", lambda *args: None)
