@@ -74,7 +74,7 @@ class CudaTier:
         device.reserve(GPU_TIER, self._activation_bytes(rows, config.max_num_seqs), f"activations of {rows} rows")
         with device.on(GPU):
             self.stages = self._open_stages(config)
-            self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._on)  # latest ids
+            self._sampled = torch.zeros(front, dtype=torch.int64, device=self._on)  # the latest ids
             warm_up(self, config)
         device.runtime.synchronize()  # what was made here is used by the copy streams too
 
@@ -183,7 +183,8 @@ class CudaTier:
         """Chosen on the card: an id and two numbers of each row go down, no logit does. The ids stay there, too: that
         of a row without a token is some id that the vocabulary has."""
         chosen = choose(logits, rows, self.to_device)
-        self._sampled[: len(rows)].copy_(chosen.ids.clamp(0, logits.shape[1] - 1))
+        latest = chosen.ids[: len(self._sampled)]  # GPU rows first; behind them are those of micro-batches
+        self._sampled[: len(latest)].copy_(latest.clamp(0, logits.shape[1] - 1))
         ids, top, allowed = (_read_back(t) for t in (chosen.ids, chosen.top, chosen.allowed))
         return Deferred(lambda: tokens_of(ids.tolist(), top.tolist(), allowed.tolist(), rows))
 
