@@ -7,7 +7,6 @@ import base64
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,53 +27,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 Table = Sequence[tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """An SVG file, to be put into the page."""
-
-    base64: str
-    caption: str
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The table of a panel."""
-
-    title: str
-    origin: str
-    header: tuple[str, ...]
-    rows: Table
-    caption: str
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Everything about one sweep, as texts; the template ``report.html.j2`` says what stands where.
-
-    found : the verdict as blocks: a table as rows of cells, or lines of text
-    words : what the names on the page mean
-    """
-
-    title: str
-    question: str
-    kind: str
-    counted: str
-    failed: int
-    outcomes: list[dict[str, str]]
-    axes: str
-    found: list[tuple[bool, Any]]
-    figures: list[Figure]
-    crossovers: Table
-    values: list[Values]
-    words: Table
-    failures: Table
-    traceback: str
-    settings: Table
-    facts: Table
-    command: str
-    configuration: str
-
-
 def write_report(path: Path) -> Path:
     """Write ``report.html`` into the result folder at ``path`` and return where it is.
 
@@ -89,15 +41,19 @@ def write_report(path: Path) -> Path:
     return file
 
 
-def part_of(folder: ResultFolder) -> Part:
-    """What the page says of one sweep."""
+def part_of(folder: ResultFolder) -> dict[str, Any]:
+    """What the page says of one sweep, as texts; the template ``report.html.j2`` says what stands where.
+
+    ``found`` is the verdict as blocks: a table as rows of cells, or lines of text. ``words`` are what the names on the
+    page mean.
+    """
     results, config = SweepResults.of(folder), _configuration(folder)
     rows = results.rows
     question = results.asked[0] if results.asked else None
     panels = results.panels(question) if question is not None else []
     bad = [r for r in rows if r.get("status") == "failed"]
     verdict, outcomes = blocks(folder.json("verdict.json", [])), results.outcomes()
-    return Part(
+    return dict(
         title=config.title or f"Experiment {config.name}",
         question=config.question,
         kind=", ".join(origin_of(good(rows)).kinds) or "failed",
@@ -109,7 +65,7 @@ def part_of(folder: ResultFolder) -> Part:
         figures=[_figure(file, config, results) for file in sorted(folder.path.glob("*.svg"))],
         crossovers=[(p.label, n, c.describe(question.unit)) for p in panels if question is not None
                     for n, c in results.crossings(p, question).items()],
-        values=[_values(panel, question) for panel in panels] if question is not None else [],
+        tables=[_table(panel, question) for panel in panels] if question is not None else [],
         words=_words(rows, question),
         failures=failures(rows),
         traceback=str(bad[0].get("traceback")) if bad else "",
@@ -143,9 +99,10 @@ def _configuration(folder: ResultFolder) -> DictConfig:
     return found
 
 
-def _figure(file: Path, config: DictConfig, results: SweepResults) -> Figure:
+def _figure(file: Path, config: DictConfig, results: SweepResults) -> dict[str, str]:
     by_name = {f"{config.name}_{q.y}": q for q in results.asked[1:]} | {str(config.name): q for q in results.asked[:1]}
-    return Figure(base64.b64encode(file.read_bytes()).decode(), _caption(by_name.get(file.stem), results))
+    svg = base64.b64encode(file.read_bytes()).decode()
+    return {"base64": svg, "caption": _caption(by_name.get(file.stem), results)}
 
 
 def _caption(question: Question | None, results: SweepResults) -> str:
@@ -159,7 +116,7 @@ def _caption(question: Question | None, results: SweepResults) -> str:
     return text + " Dashed: closed form. Crosses: published points. Dotted line and grey band: crossover and interval."
 
 
-def _values(panel: Panel, question: Question) -> Values:
+def _table(panel: Panel, question: Question) -> dict[str, Any]:
     """Mean y of every series at every x, with the gain where there is a baseline."""
     base = question.base(panel)
     measured = panel.origin.kinds == ("measured",)
@@ -175,7 +132,8 @@ def _values(panel: Panel, question: Question) -> Values:
     header = (question.x_label or question.x, *(s.name for s in panel.series))
     over = f", and how many times that of {base.name}" if base else ""
     caption = f"{question.y_label or question.y}, mean of the repeats{over}"
-    return Values(panel.label or "Values", str(panel.origin), header, rows, caption)
+    title = panel.label or "Values"
+    return {"title": title, "origin": str(panel.origin), "header": header, "rows": rows, "caption": caption}
 
 
 WORDS = {
