@@ -9,9 +9,8 @@ from typing import Any
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, H2D, LANES
-from hybridattn.cost.correction import Correction
 from hybridattn.cost.pricing import PriceModel, Pricing
-from hybridattn.cost.profile import Profile, changed, check_machine, load_profile
+from hybridattn.cost.profile import Profile, changed, load_profile
 from hybridattn.cost.roofline import Efficiency, Roofline
 from hybridattn.cost.table import Sample, table_from_samples
 
@@ -52,9 +51,7 @@ def with_cores(cpu: Profile, cores: int) -> Profile:
     return replace(found, efficiency={**cpu.efficiency, "decode_attention": scaled})
 
 
-def machine(
-    gpu: str | Profile, cpu: str | Profile, link: str | Profile, correction: Correction | None = None
-) -> Pricing:
+def machine(gpu: str | Profile, cpu: str | Profile, link: str | Profile) -> Pricing:
     """Prices of ``gpu`` with ``cpu`` beside it over ``link``, each a shipped name, a file or a profile.
 
     Examples
@@ -77,7 +74,7 @@ def machine(
     digest = hashlib.sha256("|".join(p.fingerprint for p in parts.values()).encode()).hexdigest()[:8]
     shared = dram_contention(parts["cpu"], parts["link"])
     pairs = [(CPU, D2H), (CPU, H2D), (D2H, CPU), (H2D, CPU)] if shared > 1 else []
-    return Pricing(name, f"{name}@{digest}", models, dict.fromkeys(pairs, shared), correction)
+    return Pricing(name, f"{name}@{digest}", models, dict.fromkeys(pairs, shared))
 
 
 def late_name(name: str, part: int) -> str:
@@ -100,22 +97,18 @@ def driver_of(profile: Profile) -> dict[str, Any]:
     }
 
 
-def measured_machine(
-    profile: Profile,
-    model: str,
-    dtype: str,
-    fingerprint: str,
-    allow_foreign: bool = False,
-    correction: Correction | None = None,
-) -> Pricing:
+def measured_machine(profile: Profile, model: str, dtype: str, fingerprint: str) -> Pricing:
     """Prices of a measured machine, as tables through its samples.
 
-    Refused when the samples come from another machine (unless allowed), another model shape or another dtype: tables
-    over rows and keys hold for one shape only.
+    Refused when the samples come from another machine, another model shape or another dtype: tables over rows and keys
+    hold for one shape only.
     """
     if profile.role != "machine":
         raise InputError(f"profile {profile.name} describes a {profile.role}, a measured machine is needed")
-    check_machine(profile, fingerprint, allow_foreign)
+    if profile.source == "measured" and profile.fingerprint != fingerprint:
+        raise InputError(
+            f"profile {profile.name} was measured on {profile.fingerprint}, this is {fingerprint}: calibrate here"
+        )
     if (profile.model, profile.dtype) != (model, dtype):
         raise InputError(
             f"profile {profile.name} was measured with {profile.model} {profile.dtype}, not {model} {dtype}"
@@ -128,8 +121,4 @@ def measured_machine(
         if key not in profile.axes:
             raise InputError(f"profile {profile.name} has samples of {key} but no axes for their table")
         models[samples[0].lane, samples[0].kind] = table_from_samples(samples, profile.axes[key])
-    contention = {}
-    if "dram_contention" in profile.quantities:
-        shared = profile.value("dram_contention")
-        contention = dict.fromkeys([(CPU, D2H), (CPU, H2D), (D2H, CPU), (H2D, CPU)], shared)
-    return Pricing(profile.name, profile.fingerprint, models, contention, correction)
+    return Pricing(profile.name, profile.fingerprint, models)

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import LANES, Op, Work
-from hybridattn.cost.correction import Correction
 
 
 class PriceModel(Protocol):
@@ -66,20 +65,17 @@ class Pricing:
         What was measured or modelled. Anything else is refused, never guessed.
     contention : mapping of (lane, other lane) to float, optional
         Factor (>= 1) on prices of ``lane`` while ``other lane`` is busy: copies and CPU attention share the DRAM.
-    correction : Correction, optional
-        Learnt factors of one engine, applied to every price.
 
     Notes
     -----
-    Called once per op in the simulator's inner loop: two dict look-ups and one method call. Prices of a machine with
-    ``correction`` or with busy lanes take the slower way.
+    Called once per op in the simulator's inner loop: two dict look-ups and one method call. Prices beside busy lanes
+    take the slower way.
     """
 
     name: str
     fingerprint: str
     models: Mapping[tuple[str, str], PriceModel]
     contention: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    correction: Correction | None = None
     _by_lane: dict[str, dict[str, Callable[[Work], int]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +104,7 @@ class Pricing:
         """
         work = op.work
         model = self._by_lane[op.lane].get(work.kind)
-        if model is not None and not busy and self.correction is None:
+        if model is not None and not busy:
             return model(work)
         return self._slow_price_ns(op.lane, work, busy)
 
@@ -126,7 +122,7 @@ class Pricing:
                 f"pricing {self.name} has no price for '{work.kind}' on lane {lane}: neither measured nor modelled "
                 f"there (it prices {known})"
             )
-        factor = 1.0 if self.correction is None else self.correction.factor(lane, work.kind)
+        factor = 1.0
         for other in busy:
             factor *= self.contention.get((lane, other), 1.0)
         return round(model(work) * factor)

@@ -212,14 +212,5 @@ def _shown(value: float, unit: str) -> str:
     return f"{value / scale:.4g} {prefix}{unit}" if unit != "1" else f"{value:g}"
 
 
-def check_machine(profile: Profile, fingerprint: str, allow_foreign: bool = False) -> None:
-    """Refuse a measured profile that comes from another machine or build, unless allowed."""
-    if profile.source == "measured" and profile.fingerprint != fingerprint and not allow_foreign:
-        raise InputError(
-            f"profile {profile.name} was measured on {profile.fingerprint}, this is {fingerprint}: calibrate here, or "
-            f"allow a foreign profile"
-        )
-
-
 def _folder() -> Any:
     return resources.files("hybridattn.cost") / "profiles"

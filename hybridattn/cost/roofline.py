@@ -78,9 +78,3 @@ class Roofline:
         compute, memory = work.flops * ns_per_flop, work.num_bytes * ns_per_byte
         return self.launch_ns + int((compute if compute > memory else memory) + 0.5)
 
-    def knee_flops_per_byte(self, kind: str) -> float:
-        """Arithmetic intensity above which ``kind`` is bound by arithmetic."""
-        if kind not in self._per_kind:
-            raise InputError(f"no roofline for kind '{kind}'; this one prices {', '.join(self._per_kind)}")
-        ns_per_flop, ns_per_byte = self._per_kind[kind]
-        return ns_per_byte / ns_per_flop

@@ -54,11 +54,6 @@ class ModelCost:
         object.__setattr__(self, "_sizes", (q * element, kv * element, kv * kv_element, 4 * q))
 
     @property
-    def q_row_bytes(self) -> int:
-        """Query, or attention output, of one row at one layer: ``H_q D e`` bytes."""
-        return self._sizes[0]
-
-    @property
     def kv_token_layer_bytes(self) -> int:
         """K and V of one token at one layer as stored: ``2 H_kv D e_kv`` bytes."""
         return self._sizes[2]

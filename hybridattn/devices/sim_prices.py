@@ -14,8 +14,7 @@ MOST_KNOWN = 4096  # prices kept for each lane
 class Prices:
     """Prices by a callable ``(Op) -> int``, or by a ``Pricing`` with its contention.
 
-    Prices of a ``Pricing`` that learns nothing are fixed: they are kept by their ``Work``, which the layers of a step
-    share.
+    Prices of a ``Pricing`` are fixed: they are kept by their ``Work``, which the layers of a step share.
 
     Attributes
     ----------
@@ -27,7 +26,7 @@ class Prices:
 
     def __init__(self, price: Callable[[Op], int] | Pricing) -> None:
         self._price: Callable[..., int] = price.price_ns if isinstance(price, Pricing) else price
-        self._fixed = isinstance(price, Pricing) and price.correction is None
+        self._fixed = isinstance(price, Pricing)
         self.known: dict[str, dict[Work, int]] = {lane: {} for lane in LANES}
         self._partners: dict[str, tuple[str, ...]] = {}
         for lane, other in price.contention if isinstance(price, Pricing) else ():

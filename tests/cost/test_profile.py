@@ -13,7 +13,6 @@ from hybridattn.cost.machine import dram_contention, machine, measured_machine, 
 from hybridattn.cost.profile import (
     Profile,
     Quantity,
-    check_machine,
     from_json,
     load_profile,
     measured_profile,
@@ -38,7 +37,7 @@ MEASURED = Profile(
     ),
     axes={"gpu.compute/linear": ("rows",), "cpu.attention/decode_attention": ("rows", "kv_per_row")},
     held_out_error={"gpu.compute/linear": 0.03},
-    quantities={"dram_contention": Quantity(1.2, "1", "measured", "copies beside attention, 5 rounds")},
+    quantities={"poll": Quantity(300.0, "ns", "measured", "mean over empty ops")},
     model="smollm2-135m",
     dtype="bf16",
     build={"python": "3.11"},
@@ -115,16 +114,14 @@ def test_a_measured_profile_survives_a_file_and_prices_by_its_tables(tmp_path):
     pricing = measured_machine(loaded, "smollm2-135m", "bf16", "EPYC-2c-0011")
     assert pricing.fingerprint == "EPYC-2c-0011"
     assert pricing.price_ns(Op("x", GPU, Work("linear", 0, 0, 6))) == 600
-    assert pricing.price_ns(Op("x", CPU, Work("decode_attention", 0, 0, 2, 300)), busy=(D2H,)) == 288
+    assert pricing.price_ns(Op("x", CPU, Work("decode_attention", 0, 0, 2, 300))) == 240
 
 
 def test_a_measured_profile_of_another_machine_model_or_dtype_is_refused():
     with pytest.raises(InputError, match="was measured on EPYC-2c-0011, this is Xeon-8c-77: calibrate here"):
         measured_machine(MEASURED, "smollm2-135m", "bf16", "Xeon-8c-77")
-    assert measured_machine(MEASURED, "smollm2-135m", "bf16", "Xeon-8c-77", allow_foreign=True).name == "here"
     with pytest.raises(InputError, match="measured with smollm2-135m bf16, not llama2-7b bf16"):
         measured_machine(MEASURED, "llama2-7b", "bf16", "EPYC-2c-0011")
-    check_machine(load_profile("t4"), "anything")  # datasheets belong to no machine
 
 
 def test_a_calibration_becomes_a_profile_with_its_held_out_errors():

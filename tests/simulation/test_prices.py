@@ -1,4 +1,4 @@
-"""Prices of a simulated device: kept by their work, never where something learns or shares bandwidth."""
+"""Prices of a simulated device: kept by their work, never where lanes share bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU, D2H, GPU, LANES, Op, Work
-from hybridattn.cost.correction import Correction
 from hybridattn.cost.machine import machine
 from hybridattn.devices.sim_prices import MOST_KNOWN, Prices
 
@@ -27,9 +26,9 @@ class Counted:
         return work.rows
 
 
-def counted(**options):
+def counted():
     model = Counted()
-    return model, Prices(replace(PRICING, models={(GPU, "linear"): model}, contention={}, **options))
+    return model, Prices(replace(PRICING, models={(GPU, "linear"): model}, contention={}))
 
 
 def op(rows=1, kind="linear", lane=GPU, work=None):
@@ -43,16 +42,6 @@ def test_the_same_work_is_priced_once_and_as_many_are_kept_as_fit():
     for rows in range(MOST_KNOWN):
         assert prices.alone(op(rows), GPU) == rows
     assert prices.alone(op(work=work), GPU) == 7 and model.asked == MOST_KNOWN + 2
-
-
-def test_what_a_pricing_learns_counts_at_once():
-    learnt = Correction()
-    model, prices = counted(correction=learnt)
-    work = Work("linear", 1.0, 1, 1000)
-    before = prices.alone(op(work=work), GPU)
-    for _ in range(50):
-        learnt.observe(GPU, "linear", 1000, 2000)
-    assert prices.alone(op(work=work), GPU) > before == 1000
 
 
 def test_a_lane_that_shares_bandwidth_costs_more_while_the_other_is_busy():
