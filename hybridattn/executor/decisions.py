@@ -93,17 +93,14 @@ class Decisions:
     # -- at a layer ----------------------------------------------------------------------------------------------------
 
     def join(self, layer: int, batch: Batch, made: Future) -> Sequence[MicroBatch]:
-        """The micro-batches that enter the linear stage of ``layer`` together with the GPU rows.
+        """Of the micro-batches that wait at ``layer``, those that enter its linear stage together with the GPU rows.
 
         ``made`` is the stage before: it made q, k, v of this layer.
         """
-        here = self._in_flight.waiting.get(layer)
-        if here is None:
-            return ()
         if self._forecast.predicts:
             made.wait(self._timeout_ns)  # predictions start from where the GPU is
             self._forecast.gpu_attends(self._device.now_ns(), batch)
-        return [c for c in here if self._joins(c, layer, made)]
+        return [c for c in self._in_flight.waiting[layer] if self._joins(c, layer, made)]
 
     def _joins(self, micro_batch: MicroBatch, layer: int, made: Future) -> bool:
         """Ask about one that waits at the layer of the GPU.

@@ -168,7 +168,7 @@ class Executor:
     def _layer(self, layer: int, batch: Batch, made: Future) -> Future:
         """One layer: micro-batches that wait there join, are skipped or are waited for; others may take detours."""
         attended = self._submitter.attention(layer, batch, made)
-        joined = self._decisions.join(layer, batch, made)
+        joined = self._decisions.join(layer, batch, made) if layer in self._in_flight.waiting else ()
         made = self._submitter.linear(layer, batch, joined, attended)
         if layer == 1 and self.forecast.predicts and not batch.prefill_tokens:
             self._sample = made, self._stats.gpu_tokens + sum([c.size for c in joined])

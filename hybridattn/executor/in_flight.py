@@ -21,12 +21,13 @@ class InFlight:
 
     Attributes
     ----------
+    any_leaving : tells whether a request is leaving, so that rows may have died
     micro_batches : those in flight, oldest first
     waiting : those that wait for their attention of a layer, by layer; layers at which nobody waits are left out
     """
 
     __slots__ = (
-        "_any_leaving", "_forecast", "_on_release", "_stages", "by_number", "micro_batches", "next_number", "slots",
+        "_forecast", "_on_release", "_stages", "any_leaving", "by_number", "micro_batches", "next_number", "slots",
         "waiting",
     )  # fmt: skip
 
@@ -46,7 +47,7 @@ class InFlight:
         self._stages = stages
         self._forecast = forecast
         self._on_release = on_release
-        self._any_leaving = any_leaving
+        self.any_leaving = any_leaving
 
     def begin_step(self) -> None:
         """What was submitted up to now belongs to earlier steps."""
@@ -86,8 +87,6 @@ class InFlight:
 
     def drop_dead_rows(self, micro_batch: MicroBatch) -> bool:
         """Rows whose request left die: no op made from now on touches their blocks. True when no row is left."""
-        if not self._any_leaving():
-            return False
         leaving = _leaving_rows(micro_batch)
         if not leaving:
             return False

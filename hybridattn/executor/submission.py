@@ -147,8 +147,9 @@ class Submitter:
         """q, k, v of micro-batches go down and their attention of ``layer`` is queued behind the copies."""
         device, in_flight, stages, forecast = self._device, self._in_flight, self._stages, self._forecast
         submit, priority_of = device.submit, self._policy.priority_of
+        any_leaving = in_flight.any_leaving()
         for micro_batch in micro_batches:
-            if in_flight.drop_dead_rows(micro_batch):
+            if any_leaving and in_flight.drop_dead_rows(micro_batch):
                 continue
             in_flight.wait_at(layer, micro_batch)
             micro_batch.submitted_ns = now_ns = device.now_ns()
