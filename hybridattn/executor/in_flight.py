@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CpuRow, MicroBatch, Stages
@@ -21,13 +21,12 @@ class InFlight:
 
     Attributes
     ----------
-    any_leaving : tells whether a request is leaving, so that rows may have died
     micro_batches : those in flight, oldest first
     waiting : those that wait for their attention of a layer, by layer; layers at which nobody waits are left out
     """
 
     __slots__ = (
-        "_forecast", "_on_release", "_stages", "any_leaving", "by_number", "micro_batches", "next_number", "slots",
+        "_any_leaving", "_forecast", "_on_release", "_stages", "by_number", "micro_batches", "next_number", "slots",
         "waiting",
     )  # fmt: skip
 
@@ -47,7 +46,7 @@ class InFlight:
         self._stages = stages
         self._forecast = forecast
         self._on_release = on_release
-        self.any_leaving = any_leaving
+        self._any_leaving = any_leaving
 
     def begin_step(self) -> None:
         """What was submitted up to now belongs to earlier steps."""
@@ -85,8 +84,14 @@ class InFlight:
         if not here:
             del self.waiting[micro_batch.layer]
 
-    def drop_dead_rows(self, micro_batch: MicroBatch) -> bool:
-        """Rows whose request left die: no op made from now on touches their blocks. True when no row is left."""
+    def alive(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Those that have a row left. Rows whose request left die: no op made from now on touches their blocks."""
+        if not self._any_leaving():
+            return micro_batches
+        return [c for c in micro_batches if not self._drop_dead_rows(c)]
+
+    def _drop_dead_rows(self, micro_batch: MicroBatch) -> bool:
+        """True when no row is left."""
         leaving = _leaving_rows(micro_batch)
         if not leaving:
             return False

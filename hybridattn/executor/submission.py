@@ -131,7 +131,7 @@ class Submitter:
         in_flight, stages, priority_of = self._in_flight, self._stages, self._policy.priority_of
         ups = [(c.future, self._leave(c)) for c in micro_batches] if layer >= 0 else []
         linear = stages.linear(layer, batch, micro_batches)
-        stay = [c for c in micro_batches if not in_flight.drop_dead_rows(c)]
+        stay = in_flight.alive(micro_batches)
         downs = []
         for c in stay:
             in_flight.wait_at(layer + 1, c)
@@ -147,10 +147,7 @@ class Submitter:
         """q, k, v of micro-batches go down and their attention of ``layer`` is queued behind the copies."""
         device, in_flight, stages, forecast = self._device, self._in_flight, self._stages, self._forecast
         submit, priority_of = device.submit, self._policy.priority_of
-        any_leaving = in_flight.any_leaving()
-        for micro_batch in micro_batches:
-            if any_leaving and in_flight.drop_dead_rows(micro_batch):
-                continue
+        for micro_batch in in_flight.alive(micro_batches):
             in_flight.wait_at(layer, micro_batch)
             micro_batch.submitted_ns = now_ns = device.now_ns()
             self._last_down = down = submit(stages.send_qkv(micro_batch), (made,))
