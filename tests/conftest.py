@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported, here and in subprocesses: two threads of one small product wait for each other, which costs
 # milliseconds each time when another process is busy.
@@ -18,6 +22,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run in the background of a script begins with Ctrl-C ignored, and so would every process that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For a user without a home folder what is kept between processes is kept until the end of the run, and examples not at
+# all where the clone cannot be written: both are warnings, and warnings are errors here.
+try:
+    Path.home()
+except RuntimeError:
+    if "CPU_KERNELS_CACHE" not in os.environ:
+        _kept = tempfile.mkdtemp(prefix="hybridattn-tests-")
+        atexit.register(shutil.rmtree, _kept, ignore_errors=True)
+        os.environ |= {"CPU_KERNELS_CACHE": f"{_kept}/kernels", "HYBRIDATTN_CACHE": f"{_kept}/models"}
+if not os.access(Path(__file__).parents[1], os.W_OK):
+    settings.register_profile("read-only", database=None)
+    settings.load_profile("read-only")
 
 
 @pytest.fixture(scope="session")

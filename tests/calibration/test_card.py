@@ -96,7 +96,7 @@ def test_a_dry_run_says_everything_and_writes_nothing(tmp_path):
     done = subprocess.run([*run, "--dry-run"], capture_output=True, text=True, timeout=120, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and not out.exists(), done.stderr
-    assert {line["kind"] for line in lines} == {"emulated"} and lines[-1]["handover"] == "stream"
-    assert FOUND - {line.get("name") for line in lines} == {"bell_awake", "bell_asleep"}
+    assert {line["kind"] for line in lines} == {"emulated"} and lines[-1]["handover"] == "bell"
+    assert FOUND - {line.get("name") for line in lines} == {"host_call_awake", "host_call_asleep"}
     refused = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 2 and "device 'cuda' cannot be used" in refused.stderr
