@@ -39,6 +39,7 @@ from experiments.schema import register  # noqa: E402
 from experiments.wording import check_words, composition_error, respelt  # noqa: E402
 from hybridattn.core.errors import HybridAttnError, InputError  # noqa: E402
 from hybridattn.core.interrupts import interrupts_noted  # noqa: E402
+from hybridattn.core.terminal import warnings_as_sentences  # noqa: E402
 
 register()
 
@@ -69,7 +70,7 @@ def one(words: list[str]) -> Ended:
     try:
         check_words(words)
         words = [respelt(word) for word in words]
-        with command_line(words):
+        with command_line(words), warnings_as_sentences("experiments.run"):
             app()
     except Ended as ended:
         return ended

@@ -31,7 +31,7 @@ class DecodeSettings:
     """``settings`` of the experiments above.
 
     gpu_rows : requests on the GPU tier; null: as many as it holds
-    context : tokens that each request attends to
+    context : tokens that each simulated request attends to; null: 1,000
     rate_ratio : CPU attention is slowed or sped up until N_G / N_C is this; null: as the profiles say
     exposed_fraction : time exposed at each layer while CPU rows are in flight, as a share of the layer of the GPU rows
         (policies that plan know of it)
@@ -41,7 +41,7 @@ class DecodeSettings:
     """
 
     gpu_rows: int | None = None
-    context: int = 1000
+    context: int | None = None
     ratio: float | None = None
     demand: float | None = None
     rate_ratio: float | None = None
@@ -58,11 +58,20 @@ class DecodeSettings:
         at_least(self, ratio=0, demand=0, exposed_fraction=0, neighbours=0)
 
 
+SIMULATED = ("context", "rate_ratio", "exposed_fraction", "steps", "warmup")  # settings that real devices do not have
+
+
 @experiment(DecodeSettings)
 def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
     """One row: decode throughput of a layout under a policy."""
     if app.device.name == "sim":
         return simulate(app, settings)
+    asked = [name for name in SIMULATED if getattr(settings, name)]
+    if asked:
+        raise InputError(
+            f"settings.{asked[0]}={getattr(settings, asked[0])} acts in simulations alone; on {app.device.name} "
+            f"prompt_tokens and output_tokens say how long requests are"
+        )
     gpu_rows = settings.gpu_rows or 2
     times = 1 + settings.ratio if settings.ratio is not None else settings.demand or 0.0
     measure = importlib.import_module("experiments.points.measured").measure  # needs torch, which simulations do not
@@ -72,26 +81,27 @@ def point(app: App, settings: DecodeSettings) -> dict[str, Any]:
 
 def simulate(app: App, s: DecodeSettings) -> dict[str, Any]:
     cost, pricing, (_, cpu, _) = cost_of(app), pricing_of(app), profiles_of(app)
-    capacity, cpu_capacity = _capacities(app, s)
+    context = s.context or 1000
+    capacity, cpu_capacity = _capacities(app, s, context)
     alone = Costs(cost, pricing)
     linear_ns = alone.linear_ns(capacity)
-    attention_ns = alone.attention_ns(capacity, capacity * s.context)
-    rate = _rate_ratio(alone, capacity, s.context)
+    attention_ns = alone.attention_ns(capacity, capacity * context)
+    rate = _rate_ratio(alone, capacity, context)
     if s.rate_ratio is not None:
         pricing = with_cpu_factor(pricing, s.rate_ratio / rate)
         rate = s.rate_ratio
     exposed_ns = round(s.exposed_fraction * (linear_ns + attention_ns) + app.device.exposed_us * 1e3)
     priced = with_exposed(pricing, exposed_ns)
     policy = policy_of(app, Costs(cost, priced))
-    gpu_rows, cpu_rows = _rows(s, policy, capacity, cpu_capacity)
+    gpu_rows, cpu_rows = _rows(s, policy, capacity, cpu_capacity, context)
     uses_cpu = CPU_TIER in policy.tiers and cpu_rows > 0
     exposed_ns = exposed_ns if uses_cpu else 0
-    load = Load(gpu_rows, cpu_rows, s.context)
+    load = Load(gpu_rows, cpu_rows, context)
     found = steady(Costs(cost, priced), policy, load, lambda p: sim_device(app, p), s.warmup, s.steps)
     return {
         "kind": "simulated", "device": "sim", "profile": pricing.fingerprint,
         "gpu_rows": gpu_rows, "cpu_rows": cpu_rows, "gpu_capacity_rows": capacity,
-        "cpu_capacity_rows": cpu_capacity, "num_layers": cost.shape.num_layers,
+        "cpu_capacity_rows": cpu_capacity, "context": context, "num_layers": cost.shape.num_layers,
         "cpu_cores": int(cpu.value("cores")), "cores_are": cpu.note,
         "tokens_per_s": found.tokens_per_s, "gpu_tokens_per_s": found.gpu_tokens_per_s,
         "cpu_tokens_per_s": found.cpu_tokens_per_s, "gpu_tpot_ns": found.gpu_tpot_ns,
@@ -108,22 +118,22 @@ def _rate_ratio(costs: Costs, rows: int, context: int) -> float:
     return costs.cpu_ns(rows, rows * context) / costs.attention_ns(rows, rows * context)
 
 
-def _capacities(app: App, s: DecodeSettings) -> tuple[int, int]:
+def _capacities(app: App, s: DecodeSettings, context: int) -> tuple[int, int]:
     """Rows on the GPU, which must fit, and the most that the host has room for."""
     room = kv_room(app)
-    check_context(room, s.context)
-    most, cpu = room.gpu_tokens // s.context, room.cpu_tokens // s.context
+    check_context(room, context)
+    most, cpu = room.gpu_tokens // context, room.cpu_tokens // context
     rows = s.gpu_rows or max(1, most)
     if rows > most:
-        taken = rows * s.context * room.token_bytes / GB
+        taken = rows * context * room.token_bytes / GB
         raise InputError(
-            f"{rows} x {s.context:,} tokens of {room.model} on the GPU take {taken:.1f} GB of KV; beside the weights "
+            f"{rows} x {context:,} tokens of {room.model} on the GPU take {taken:.1f} GB of KV; beside the weights "
             f"there is room for {room.gpu_bytes / GB:.1f} GB, that is {most} x"
         )
     return rows, cpu
 
 
-def _rows(s: DecodeSettings, policy: Policy, capacity: int, cpu_capacity: int) -> tuple[int, int]:
+def _rows(s: DecodeSettings, policy: Policy, capacity: int, cpu_capacity: int, context: int) -> tuple[int, int]:
     """Rows that decode on each tier; the rest waits."""
     if s.ratio is None:
         return rows_under(policy, max(1, round(capacity * (s.demand or 0))), capacity, cpu_capacity)
@@ -131,7 +141,7 @@ def _rows(s: DecodeSettings, policy: Policy, capacity: int, cpu_capacity: int) -
     cpu += capacity - gpu
     if cpu > cpu_capacity:
         raise InputError(
-            f"settings.ratio={s.ratio:g} asks for {cpu} CPU rows of {s.context:,} tokens, the host has room for "
+            f"settings.ratio={s.ratio:g} asks for {cpu} CPU rows of {context:,} tokens, the host has room for "
             f"{cpu_capacity}"
         )
     return gpu, cpu if CPU_TIER in policy.tiers else 0

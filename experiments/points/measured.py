@@ -113,7 +113,8 @@ def measure(app: App, gpu_rows: int, total: int, prompt_tokens: int, output_toke
     on_cpu = sum(o.tier == CPU_TIER for o in outputs)
     return {
         **found.as_row(KEPT),
-        "gpu_rows": gpu_rows, "cpu_rows": on_cpu, "requests": total, "num_layers": records.num_layers,
+        "gpu_rows": gpu_rows, "cpu_rows": on_cpu, "requests": total, "context": prompt_tokens + output_tokens,
+        "num_layers": records.num_layers,
         "attention_backend": app.device.backend, "attention_approximate": backends.approximate(app.device.backend),
         "steps_by_layout": ", ".join(f"{layout}: {steps}" for layout, steps in layouts.items()),
         "tokens_per_s": found["output_tokens_per_s"],

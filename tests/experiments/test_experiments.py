@@ -11,7 +11,10 @@ from hydra import compose, initialize_config_dir
 
 from experiments.build import cost_of, policy_of, pricing_of
 from experiments.composed import app_of
+from experiments.points import decode
 from experiments.run import main
+from experiments.schema import App, Device
+from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.base import Policy
 
@@ -145,6 +148,12 @@ def test_an_experiment_file_says_how_to_run_it(name):
     lines = (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert any(f"python -m experiments.run +experiment={name}" in line for line in lines[1:6])
+
+
+@pytest.mark.parametrize(("name", "value"), [("context", 100), ("exposed_fraction", 0.25), ("rate_ratio", 2)])
+def test_what_acts_in_simulations_alone_is_refused_where_it_is_measured(name, value):
+    with pytest.raises(InputError, match=f"settings.{name}={value} acts in simulations alone; on host prompt_tokens"):
+        decode.point(App(device=Device(name="host")), decode.DecodeSettings(ratio=1, **{name: value}))
 
 
 def test_the_simulated_ratio_finds_the_crossover_of_the_closed_form(tmp_path):

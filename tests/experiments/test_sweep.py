@@ -28,6 +28,7 @@ from hybridattn.analysis.results import ResultFolder
 ROOT = Path(__file__).parents[2]
 POINTS = """
 import time
+import warnings
 from dataclasses import dataclass
 from experiments.settings import experiment
 
@@ -40,7 +41,8 @@ class Settings:
 def divide(app, settings):
     time.sleep(settings.sleep_s)
     origin = {"kind": "simulated", "device": "sim", "profile": "none"}
-    return {**origin, "value": 12 / settings.divisor, "bad": float("inf")}
+    said = warnings.formatwarning("odd", UserWarning, "file.py", 7)
+    return {**origin, "value": 12 / settings.divisor, "bad": float("inf"), "said": said}
 """
 BASE = ["-m", "name=divide", "point=my_points:divide", "+settings.sleep_s=0"]
 KEYS = {"crossover", "source", "device", "profile", "commit", "points", "failed"}
@@ -70,6 +72,7 @@ def test_a_sweep_leaves_rows_table_summary_and_configurations(tmp_path, run, cap
     assert [(r["point"], r["status"], r["value"], r["launcher"]) for r in found] == [
         (0, "ok", 12.0, "basic"), (1, "ok", 6.0, "basic"), (2, "ok", 4.0, "basic")]  # fmt: skip
     assert all(r["bad"] is None and r["not_finite"] == "bad" for r in found)
+    assert {r["said"] for r in found} == {"experiments.run: odd\n"}  # how a warning looks: without file and line
     assert list(pd.read_parquet(latest(tmp_path) / "rows.parquet")["divisor"]) == [1, 2, 3]
     summary = json.loads((latest(tmp_path) / "summary.json").read_text())
     assert set(summary) == KEYS and (summary["points"], summary["failed"]) == (3, 0)
