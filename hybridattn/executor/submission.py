@@ -8,7 +8,8 @@ A linear stage in which a micro-batch takes part, and a chunk of a prompt whose 
     cpu.attention                                         |attention l+1 of the micro-batch ...
 
 Rows with pages on both tiers (see ``hybridattn.core.stages``) are waited for within their layer, so that their cold
-parts, which go before everything else on the CPU's lane, are all that the driver waits for at a layer by itself.
+parts, which are submitted before what micro-batches send after the same stage and go before everything else on the
+CPU's lane, are all that the driver waits for at a layer by itself.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Submitter:
     cold parts."""
 
     __slots__ = (
-        "_attended", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_loaded", "_offloaded", "_offloads",
-        "_passes", "_policy", "_sampling", "_stages", "_stats", "_timeout_ns",
+        "_attended", "_cold", "_device", "_forecast", "_in_flight", "_last", "_last_down", "_loaded", "_offloaded",
+        "_offloads", "_passes", "_policy", "_sampling", "_stages", "_stats", "_timeout_ns",
     )  # fmt: skip
 
     def __init__(self, shared: Shared) -> None:
@@ -48,6 +49,7 @@ class Submitter:
         self._loaded: tuple[Segment, ...] = ()  # prompts of the step for which K,V come up from there
         self._offloads: deque[Future] = deque()  # copies of their K,V that are not known to have ended
         self._attended: Future | None = None  # the GPU rows' attention of the layer before
+        self._cold: Future | None = None  # the cold parts of the layer to come
         self._last_down: Future | None = None  # newest op of gpu.d2h: the lane is in order
         self._sampling: list[Sampling] = []  # last stages of the step
 
@@ -57,7 +59,7 @@ class Submitter:
         """A step begins: embed the rows of ``batch`` and of new micro-batches, and make their q, k, v of layer 0."""
         if batch is not None:
             self._stages.begin(batch)
-            self._offloaded, self._loaded, self._attended = batch.offloaded, batch.loaded, None
+            self._offloaded, self._loaded, self._attended, self._cold = batch.offloaded, batch.loaded, None, None
         return self.linear(-1, batch, dispatched)
 
     def attention(self, layer: int, batch: Batch, made: Future) -> Future:
@@ -66,16 +68,15 @@ class Submitter:
         Each op names the one before it, so that a failure ends the step.
         """
         after: tuple[Future, ...] = (made,)
-        cold = self._cold_attention(layer, batch, made) if batch.split else None
         if self._offloaded or self._loaded:
             after += self._move_prompts(layer, made)
         self._attended = attended = self._device.submit(self._stages.attention(layer, batch), after)
-        return attended if cold is None else self._merge(layer, batch, attended, cold)
+        return attended if self._cold is None else self._merge(layer, batch, attended, self._cold)
 
-    def _cold_attention(self, layer: int, batch: Batch, made: Future) -> Future:
+    def _attend_cold(self, layer: int, batch: Batch, made: Future) -> None:
         """q of the split rows goes down, and the CPU attends to their cold pages."""
         self._last_down = down = self._device.submit(self._stages.send_q(layer, batch), (made,))
-        return self._device.submit(self._stages.cold_attention(layer, batch), (down,))
+        self._cold = self._device.submit(self._stages.cold_attention(layer, batch), (down,))
 
     def _merge(self, layer: int, batch: Batch, attended: Future, cold: Future) -> Future:
         """The cold parts, once they are there, go up and are merged with the hot ones."""
@@ -109,7 +110,10 @@ class Submitter:
         future = self._device.submit(self._stages.linear(layer, batch, micro_batches), after)
         if layer == self._last:
             self._sample(future, batch, micro_batches)
-        elif micro_batches:
+            return future
+        if batch is not None and batch.split:
+            self._attend_cold(layer + 1, batch, future)
+        if micro_batches:
             self._send_qkv(micro_batches, layer + 1, future)
         return future
 
