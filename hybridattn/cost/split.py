@@ -59,9 +59,21 @@ class SplitLayer:
         """Cold tokens beyond the hidden ones go on paying, where GPU memory limits the batch to ``hot``."""
         return (self.linear_ns + self.tau_ns) / self.cpu_token_ns > hot
 
+    def within(self, hot: float, limit: float) -> float:
+        """Cold tokens beside ``hot`` ones with which a layer takes at most ``limit`` times as long as without."""
+        return max(0.0, (limit * self.layer_ns(hot, 0) - self.linear_ns - self.tau_ns) / self.cpu_token_ns)
+
+    def left(self, hot: float, cold: float) -> float:
+        """Tokens of whole requests that the CPU can attend to in a layer, while no cold part keeps it busy."""
+        return self.layer_ns(hot, cold) / self.cpu_token_ns - cold
+
     def gain(self, hot: float) -> float:
         """Throughput with the hidden tokens over that without, where GPU memory limits the batch to ``hot`` (gain*)."""
         return 1 + self.hidden(hot) / hot
+
+    def gain_together(self, hot: float) -> float:
+        """The same with micro-batches of whole requests for all that the CPU has left: the bound of section 2."""
+        return 1 + self.layer_ns(hot, 0) / (self.cpu_token_ns * hot)
 
     def best_share(self, tokens: float) -> float:
         """Share of ``tokens`` that is best cold where all would fit (f*)."""
@@ -93,16 +105,19 @@ class SplitOutlook:
     case : see :func:`split_case`
     cold_tokens : what is best cold, all requests together
     gain : throughput over ``over``
+    together : the same with micro-batches of whole requests beside them; None where no request is left for these
     """
 
     case: int
     cold_tokens: int
     gain: float
     over: str
+    together: float | None = None
 
     def __str__(self) -> str:
         why = ("GPU memory limits the batch", "everything fits", "not even one request fits on the GPU")[self.case - 1]
-        return f"case {self.case}, {why}: {self.cold_tokens:,} cold tokens, {self.gain:.2f}x {self.over}"
+        beside = f", up to {self.together:.2f}x with whole requests on the CPU tier beside" if self.together else ""
+        return f"case {self.case}, {why}: {self.cold_tokens:,} cold tokens, {self.gain:.2f}x {self.over}{beside}"
 
 
 def split_outlook(costs: Costs, requests: int, context: int, gpu_tokens: int) -> SplitOutlook:
@@ -121,7 +136,9 @@ def split_outlook(costs: Costs, requests: int, context: int, gpu_tokens: int) ->
         return SplitOutlook(2, cold, layer.layer_ns(hot, 0) / layer.layer_ns(hot - cold, cold), "GPU-only")
     wanting = (requests - rows) * context
     cold = wanting if layer.more_pays(hot) else min(wanting, int(layer.hidden(hot)))
-    return SplitOutlook(1, cold, (hot + cold) / hot * layer.layer_ns(hot, 0) / layer.layer_ns(hot, cold), "GPU-only")
+    gain = (hot + cold) / hot * layer.layer_ns(hot, 0) / layer.layer_ns(hot, cold)
+    together = min(layer.gain_together(hot), 1 + wanting / hot) if wanting > cold else None
+    return SplitOutlook(1, cold, gain, "GPU-only", together)
 
 
 def split_case(requests: int, context: int, gpu_tokens: int) -> int:

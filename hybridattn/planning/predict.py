@@ -11,9 +11,9 @@ from hybridattn.cost.costs import Costs
 from hybridattn.cost.machine import driver_of
 from hybridattn.cost.pricing import Pricing
 from hybridattn.cost.profile import Profile
-from hybridattn.cost.split import split_layer
 from hybridattn.devices.sim import SimDevice
 from hybridattn.planning.steady import Steady, SteadyRun
+from hybridattn.policies.estimate import over_both
 from hybridattn.policies.layouts import Layout, policy_of
 from hybridattn.policies.load import Load
 
@@ -46,23 +46,13 @@ def by_simulation(
     def predict(load: Load, layout: Layout, costs: Costs, thorough: bool) -> Steady:
         key = load, layout, costs.pricing.fingerprint, thorough
         if key not in known:
-            if layout.max_rows is not None and layout.kind != "sync_offload":
+            cold = 0
+            if layout.kind in ("split", "split_overlap"):
+                load, cold = over_both(load, layout, costs)
+            elif layout.max_rows is not None and layout.kind != "sync_offload":
                 load = Load(load.gpu_rows, min(load.cpu_rows, layout.max_rows), load.context, load.prompt_per_token)
-            load, cold = _over_both(load, costs) if layout.kind == "split" else (load, 0)
             run = SteadyRun(costs, costs.pricing, policy_of(layout, costs), load, open_device, cold)
             known[key] = run.measure(*(THOROUGH if thorough else QUICK))
         return known[key]
 
     return predict
-
-
-def _over_both(load: Load, costs: Costs) -> tuple[Load, int]:
-    """The load with as many rows over both tiers as the room of its GPU rows and what hides beside them hold, and the
-    cold tokens of each."""
-    if not load.gpu_rows:
-        return load, 0
-    hot = load.gpu_rows * load.context
-    layer = split_layer(costs, load.gpu_rows, hot)
-    more = load.cpu_rows if layer.more_pays(hot) else min(load.cpu_rows, int(layer.hidden(hot)) // load.context)
-    rows = load.gpu_rows + more
-    return Load(rows, 0, load.context, load.prompt_per_token), load.context - hot // rows if more else 0

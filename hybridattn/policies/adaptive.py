@@ -199,7 +199,7 @@ class Adaptive(Delegate):
         if layout != self.layout:
             self._change = answer
         if layout != self.layout or costs is not self.policy.costs:
-            self.layout, self.policy = layout, policy_of(layout, costs)
+            self.layout, self.policy = layout, policy_of(layout, costs, plan.load.context, self.limits.gpu)
 
     @staticmethod
     def _scale(answer: Answer, plan: Plan) -> float:

@@ -209,6 +209,7 @@ class Policy:
         new prompts leave the GPU tier to them; with it, a GPU tier that is full moves its youngest request down instead
         of computing it again later (None: no moves; also none where the stages cannot move K,V)
     cold_only_when_full : ``cold_pages`` wants no cold page as long as the GPU tier has room for all
+    splits_first : a request that is placed on the CPU tier lies on both instead, as long as ``cold_pages`` allows it
     moves_block : a step waits for the moves that begin with it, and the requests that moved take part in it
     takes_detours : ``detour`` may be wanted in the coming step; else the driver need not keep up with the GPU for it
     choices : changes of the layout, the latest ones, of the policies that plan
@@ -224,6 +225,7 @@ class Policy:
     dispatch_cap: int | None = None
     forecasts = False
     cold_only_when_full = True
+    splits_first = False
     swap_in_below: float | None = None
     moves_block = False
     costs: Costs | None = None

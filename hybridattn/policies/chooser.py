@@ -125,7 +125,7 @@ class Elsewhere:
             return
         self.estimated += 1
         costs = self._costs.corrected(question.cpu_factor)
-        layout = at_once(question.load, costs, question.limits, question.min_gain)
+        layout = at_once(question.load, costs, question.limits, question.min_gain, question.split)
         self._ready = Answer(layout, None, question.load, "a closed form")
 
     def take(self, view: StepView) -> Answer | None:

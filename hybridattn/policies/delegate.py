@@ -40,6 +40,10 @@ class Delegate(Policy):
     def next_detour_ns(self) -> int:  # type: ignore[override]
         return self.policy.next_detour_ns
 
+    @property
+    def splits_first(self) -> bool:  # type: ignore[override]
+        return self.policy.splits_first
+
     def dispatch(self, view: DispatchView) -> tuple[int, ...]:
         return self.policy.dispatch(view)
 

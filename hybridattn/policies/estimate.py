@@ -9,17 +9,22 @@ Without GPU rows, ``n`` rows as one micro-batch, or two halves that take turns:
 
     one    linear stages of n rows + L * back(n)                       back(n) = down(n) + CPU attention(n) + up(n)
     two    max(2 * linear stages of n/2 rows, linear stages of n/2 rows + L * back(n/2))
+
+With requests over both tiers (``hybridattn.cost.split``) the CPU attends to cold parts beside the GPU's attention.
+Micro-batches of whole requests beside them advance one layer in a step, and L + 1 steps make a token.
 """
 
 from __future__ import annotations
 
 from hybridattn.cost.costs import Costs
-from hybridattn.policies.layouts import Layout, hidden_rows
+from hybridattn.cost.split import split_layer
+from hybridattn.policies.layouts import Layout, hidden_rows, split_layouts
 from hybridattn.policies.load import Limits, Load
 
 
-def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout:
-    """The best of GPU-only and blocking offload of all or of fewer CPU rows; without GPU rows one or two micro-batches.
+def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float, split: bool = False) -> Layout:
+    """The best of GPU-only, blocking offload of all or of fewer CPU rows, and with ``split`` requests over both tiers;
+    without GPU rows one or two micro-batches.
 
     Takes well below a millisecond: a handful of prices, which the cost model remembers.
     """
@@ -33,7 +38,42 @@ def at_once(load: Load, costs: Costs, limits: Limits, min_gain: float) -> Layout
         if found > highest and _keeps(limits, step_ns / alone_ns, load.cpu_rows / rows):
             bound = rows if rows < load.cpu_rows else None  # all: those that come next take part at once
             best, highest = Layout("sync_offload", max_rows=bound), found
+    sizes = load.gpu_rows, load.cpu_rows, load.context
+    for layout in split_layouts(costs, *sizes, limits.gpu) if split else ():
+        tokens, took_ns = split_step(load, layout, costs)
+        turns = costs.num_layers + 1 if layout.kind == "split_overlap" else 1
+        if tokens / took_ns > highest and _keeps(limits, took_ns / alone_ns, turns):
+            best, highest = layout, tokens / took_ns
     return best
+
+
+def over_both(load: Load, layout: Layout, costs: Costs) -> tuple[Load, int]:
+    """The load under a layout of requests over both tiers: as many GPU rows as the room of the load's and what is cold
+    hold, and how much of each is cold; CPU rows are whole requests beside them."""
+    if not load.gpu_rows:
+        return load, 0
+    hot, beside = load.gpu_rows * load.context, layout.kind == "split_overlap"
+    layer = split_layer(costs, load.gpu_rows, hot)
+    most = load.cpu_rows if beside or layout.max_rows is None else layout.max_rows
+    if beside or (layout.max_rows is None and not layer.more_pays(hot)):
+        most = int(layer.hidden(hot)) // load.context
+    more = min(load.cpu_rows, most)
+    rows, rest = load.gpu_rows + more, load.cpu_rows - more if beside else 0
+    if beside and layout.max_rows is not None:
+        rest = min(rest, layout.max_rows)
+    return Load(rows, rest, load.context, load.prompt_per_token), load.context - hot // rows if more else 0
+
+
+def split_step(load: Load, layout: Layout, costs: Costs) -> tuple[float, float]:
+    """Tokens of a step and its time, of requests over both tiers."""
+    split, cold = over_both(load, layout, costs)
+    rows, num_layers = split.gpu_rows, costs.num_layers
+    layer = split_layer(costs, rows, max(1, load.gpu_rows * load.context))
+    cold_ns = layer.tau_ns + rows * cold * layer.cpu_token_ns if cold else 0.0
+    attention = costs.attention_ns(rows, rows * (load.context - cold))
+    joining = -(-split.cpu_rows // layout.micro_batches) if split.cpu_rows else 0
+    step_ns = costs.step_linear_ns(rows + joining) + num_layers * (max(attention, cold_ns) + costs.up_ns(joining))
+    return rows + split.cpu_rows / (num_layers + 1), step_ns
 
 
 def rate(load: Load, costs: Costs, min_gain: float = 1.0) -> float:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from hybridattn.core.errors import InputError
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.split import split_layer
 from hybridattn.policies.asymmetric import Asymmetric
 from hybridattn.policies.base import Policy
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly, SyncOffload
 from hybridattn.policies.rule import Rule
 from hybridattn.policies.split import Split
 
-KINDS = ("gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule", "split")
+KINDS = ("gpu_only", "asymmetric", "async_overlap", "sync_offload", "rule", "split", "split_overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Layout:
     Parameters
     ----------
     max_rows : int, optional
-        CPU rows that take part at most. The others are not admitted to the CPU tier: they wait in the queue.
+        CPU rows that take part at most. The others are not admitted to the CPU tier: they wait in the queue. For
+        ``split``, requests beyond those that the GPU tier holds; for ``split_overlap``, rows of the micro-batches.
     """
 
     kind: str
@@ -37,7 +39,7 @@ class Layout:
             raise InputError(f"layout kind '{self.kind}' is none of {', '.join(KINDS)}")
 
     def __str__(self) -> str:
-        parts = [f"k={self.micro_batches}"] if self.kind in ("async_overlap", "rule") else []
+        parts = [f"k={self.micro_batches}"] if self.kind in ("async_overlap", "rule", "split_overlap") else []
         parts += [f"omega={self.omega:g}"] if self.kind == "rule" else []
         parts += [f"stretch={self.stretch:g}"] if self.stretch is not None else []
         parts += [f"waited={self.waited_rows}"] if self.waited_rows else []
@@ -45,12 +47,17 @@ class Layout:
         return f"{self.kind}({', '.join(parts)})" if parts else self.kind
 
 
-def policy_of(layout: Layout, costs: Costs) -> Policy:
-    """The policy that serves a layout."""
+def policy_of(layout: Layout, costs: Costs, context: int = 0, gpu_limit: float | None = None) -> Policy:
+    """The policy that serves a layout of requests of ``context`` tokens, whose ``gpu_limit`` bounds what policies find
+    out for themselves (``Split``)."""
     if layout.kind == "gpu_only":
         return GpuOnly()
     if layout.kind == "split":
-        return Split(costs)
+        if layout.max_rows is not None and context:
+            return Split(costs, max_cold_tokens=layout.max_rows * context)
+        return Split(costs, gpu_limit=gpu_limit)
+    if layout.kind == "split_overlap":
+        return Split(costs, gpu_limit=gpu_limit, micro_batches=layout.micro_batches, max_rows=layout.max_rows)
     if layout.kind == "asymmetric":
         return Asymmetric(costs, choice="always", max_rows=layout.max_rows)
     if layout.kind == "sync_offload":
@@ -80,6 +87,25 @@ def fixed_layouts(costs: Costs, gpu_rows: int, cpu_rows: int, context: int) -> l
     bounds = {n for n in hidden_rows(costs, gpu_rows, context) if 0 < n < cpu_rows}
     found += [Layout("sync_offload", max_rows=n) for n in sorted(bounds)]
     return [*found, Layout("sync_offload")] if cpu_rows else found  # all: those that come next take part at once
+
+
+def split_layouts(
+    costs: Costs, gpu_rows: int, cpu_rows: int, context: int, gpu_limit: float | None = None
+) -> list[Layout]:
+    """Requests over both tiers; as many as a limit allows, or as hide where more are said to pay; and as many as hide
+    beside micro-batches of whole requests that the CPU gets done in what is left of a layer."""
+    hot = gpu_rows * context
+    layer = split_layer(costs, gpu_rows, hot)
+    hidden = min(cpu_rows, int(layer.hidden(hot)) // context)
+    bound = hidden if gpu_limit is None else min(cpu_rows, int(layer.within(hot, gpu_limit)) // context)
+    found = [Layout("split")]
+    if bound and (gpu_limit is not None or layer.more_pays(hot)):
+        found.append(Layout("split", max_rows=bound))
+    each, rest = int(layer.left(hot, hidden * context)) // context, cpu_rows - hidden
+    if each and rest:
+        count = min(costs.num_layers + 1, -(-rest // each))
+        found.append(Layout("split_overlap", count, max_rows=count * each if count * each < rest else None))
+    return found
 
 
 def rule_layouts(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from hybridattn.cost.costs import Costs
 from hybridattn.policies.estimate import alone_on_cpu
-from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, rule_layouts
+from hybridattn.policies.layouts import Layout, bounded, fixed_layouts, rule_layouts, split_layouts
 from hybridattn.policies.load import Limits, Load, Prediction
 
 Predict = Callable[[Load, Layout, Costs, bool], Prediction]
@@ -91,7 +91,9 @@ def choose(
     base = predict(load, alone, costs, True)
     best, expected, rate = alone, base, base.tokens_per_s * min_gain
     tried = _finalists(load, costs, predict, limits, base, discount)
-    for layout in [*tried, Layout("split")] if split else tried:
+    most = limits.gpu and limits.gpu * (1 - ROOM)
+    over_both = split_layouts(costs, load.gpu_rows, load.cpu_rows, load.context, most) if split else []
+    for layout in tried + over_both:
         found = predict(load, layout, costs, True)
         value = found.tokens_per_s * discount.get(layout, 1.0)
         if value > rate and limits.kept_by(found, base.gpu_tpot_ns, slack=-ROOM):

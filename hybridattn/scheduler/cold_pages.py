@@ -31,8 +31,9 @@ class ColdPages:
         self._page = config.page_size
         self.wanted = kv.can_move and "cold_pages" in policy.hooks
 
-    def at_admission(self, request: Request) -> int | None:
-        """How many pages of a request that would begin now are cold; None: it waits."""
+    def at_admission(self, request: Request, waits: bool) -> int | None:
+        """How many pages of a request that would begin now are cold; None: it waits, or where ``waits`` is False goes
+        elsewhere."""
         kv, need = self._kv, self._kv.need(request)
         cold = self._cold()
         least, most = self._bounds(need, cold)
@@ -40,7 +41,7 @@ class ColdPages:
         if lacking and lacking > min(most - cold, kv.free(CPU_TIER)):
             return None
         if lacking > possible:  # not even the newest page has room: some is made for those that wait
-            if not self._coming():
+            if waits and not self._coming():
                 self.sink(min(len(self._queues.waiting), MOST_MOVED))
             return None
         return max(lacking, min(least - cold, possible))

@@ -112,9 +112,10 @@ class Prompts:
         free = kv.free if held is not None else partial(kv.free_for, request)
         rooms = {t: TierView(free(t), kv.pools[t].num_blocks) for t in TIERS}
         tier = policy.place(view, rooms)
-        if tier != CPU_TIER and self._cold_pages.wanted:
-            cold = self._cold_pages.at_admission(request)
-            return (None, 0) if cold is None else (GPU_TIER, cold)
+        if self._cold_pages.wanted and (tier != CPU_TIER or policy.splits_first):
+            cold = self._cold_pages.at_admission(request, waits=tier != CPU_TIER)
+            if cold is not None or tier != CPU_TIER:
+                return (None, 0) if cold is None else (GPU_TIER, cold)
         costs = policy.costs
         if tier != GPU_TIER or held is None or held.tier != CPU_TIER or costs is None:
             return tier, 0

@@ -68,6 +68,7 @@ SHRUNK = {
         "settings.window_s=0.05",
     ],
     "split": ["settings.place=t4/llama2-7b/400", "settings.cold=0,2"],
+    "split_grid": ["settings.place=t4/llama2-7b/800", "settings.cpu_gb_s=100"],
     "long_context": ["settings.place=a10/llama3.1-8b/8192", "settings.room=0.5"],
     "split_host": [
         "repeats=1",

@@ -12,7 +12,7 @@ from toy_moves import MovingToyStages
 from toy_stages import reference
 
 from hybridattn.core.config import EngineConfig
-from hybridattn.core.errors import CapacityError, DeviceError
+from hybridattn.core.errors import CapacityError, DeviceError, InputError
 from hybridattn.core.op import CPU
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
@@ -87,6 +87,7 @@ def right(jobs, window=None):
         [
             lambda: Split(),
             lambda: Split(max_cold_tokens=64),
+            lambda: Split(max_cold_tokens=64, micro_batches=2),
             Mixed,
             *(lambda s=s: Split(cold_share=s, even_if_it_fits=True) for s in (0.25, 0.5, 0.75, 1.0)),
         ]
@@ -153,6 +154,21 @@ def test_pages_go_down_as_rows_grow_and_nobody_is_preempted():
     answers, (rows, cold) = serve(engine, jobs)
     assert answers == right(jobs) and rows == 4 and cold >= 10 * PAGE
     assert sum(r.preemptions for r in engine.take_records().requests) == 0
+
+
+def test_requests_beyond_the_cold_bound_go_down_as_a_whole_in_micro_batches():
+    jobs = [([i] * 20, 60) for i in range(5)]
+    engine = build(Split(max_cold_tokens=3 * PAGE, micro_batches=2), gpu=6, cpu=20)
+    together, run = set(), engine.executor.run
+
+    def watched(batch, idle, view=None):
+        together.add((bool(batch and batch.split), bool(engine.executor.micro_batches)))
+        return run(batch, idle, view)
+
+    engine.executor.run = watched
+    assert serve(engine, jobs)[0] == right(jobs) and (True, True) in together
+    with pytest.raises(InputError, match="micro_batches must be at least 0, got -1"):
+        Split(micro_batches=-1)
 
 
 def test_a_request_longer_than_the_gpu_tier_is_served():

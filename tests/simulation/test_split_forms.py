@@ -12,9 +12,14 @@ from experiments.machines import engine_on, open_sim
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.split import split_case, split_layer
+from hybridattn.planning.predict import by_simulation
 from hybridattn.planning.steady import SteadyRun
-from hybridattn.policies.fixed import GpuOnly
-from hybridattn.policies.load import Load
+from hybridattn.policies import planning
+from hybridattn.policies.estimate import at_once, split_step
+from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
+from hybridattn.policies.layouts import Layout
+from hybridattn.policies.load import Limits, Load
+from hybridattn.policies.planning import choose
 from hybridattn.policies.registry import make_policy
 
 LAYERS, CONTEXT, HOT = 8, 1000, 100_000
@@ -32,6 +37,37 @@ def rate(costs, rows, cold):
     """Tokens per ns of ``rows`` rows with ``cold`` cold tokens each."""
     run = SteadyRun(costs, costs.pricing, GpuOnly(), Load(rows, 0, CONTEXT), open_sim, cold=cold)
     return run.measure(1, 1).tokens_per_s / 1e9
+
+
+@pytest.mark.parametrize(("r", "over_tau", "x"), [(1.5, 0, 1.0), (3, 0, 1.0), (6, 0, 0.3), (3, 20, 1.0), (6, 5, 0.3)])
+def test_micro_batches_beside_cold_parts_fill_what_they_leave_of_the_cpu(r, over_tau, x):
+    """A micro-batch at every layer: the GPU's rows wait for nothing but its way up, and the CPU never rests."""
+    costs = machine(r, over_tau, x)
+    layer = split_layer(costs, HOT // CONTEXT, HOT)
+    hidden = layer.hidden(HOT)
+    rows, each = round((HOT + hidden) / CONTEXT), int(layer.left(HOT, hidden) / CONTEXT)
+    beside = AsyncOverlap(None, LAYERS + 1, equal=True)
+    load = Load(rows, each * (LAYERS + 1), CONTEXT)
+    run = SteadyRun(costs, costs.pricing, beside, load, open_sim, cold=per_row(hidden, rows)).measure(20, 40)
+    step_ns = LAYERS * (layer.layer_ns(HOT, 0) + costs.up_ns(each))
+    assert run.gpu_tpot_ns == pytest.approx(step_ns, rel=0.01)
+    gain = run.tokens_per_s / rate(costs, HOT // CONTEXT, 0) / 1e9
+    # all of that but a last fraction of a row, and what the wait for the way up costs
+    assert gain * step_ns / (LAYERS * layer.layer_ns(HOT, 0)) == pytest.approx(layer.gain_together(HOT), rel=0.03)
+
+
+def test_the_chooser_and_the_closed_forms_take_both_together_where_that_is_best(monkeypatch):
+    """Few requests hide, and the linear stages leave the CPU much time; with a limit for every row they cannot."""
+    costs = machine(3, 0, 1.0)
+    load, predict = Load(HOT // CONTEXT, 400, CONTEXT), by_simulation()
+    few = [Layout("sync_offload"), Layout("async_overlap", 8)]
+    monkeypatch.setattr(planning, "candidates", lambda load, costs, limits: few)
+    for layout in (choose(load, costs, predict, Limits(), split=True)[0], at_once(load, costs, Limits(), 1.0, True)):
+        assert layout.kind == "split_overlap" and layout.micro_batches == LAYERS + 1
+    tokens, step_ns = split_step(load, layout, costs)
+    assert predict(load, layout, costs, True).tokens_per_s / 1e9 == pytest.approx(tokens / step_ns, rel=0.05)
+    assert at_once(load, costs, Limits(), 1.0).kind != layout.kind
+    assert at_once(load, costs, Limits(1.1, 1.1), 1.0, True).kind != "split_overlap"
 
 
 def per_row(tokens, rows):
