@@ -68,7 +68,6 @@ SHRUNK = {
         "settings.window_s=0.05",
     ],
     "split": ["settings.place=t4/llama2-7b/400", "settings.cold=0,2"],
-    "split_grid": ["settings.place=t4/llama2-7b/800", "settings.cpu_gb_s=100"],
     "long_context": ["settings.place=a10/llama3.1-8b/8192", "settings.room=0.5"],
     "split_host": [
         "repeats=1",
@@ -87,8 +86,8 @@ SHRUNK = {
     "capacity_host": ["repeats=1", "policy=async_overlap", "settings.demand=0.5,2", "settings.output_tokens=3"],
 }
 SIMULATED = (
-    "eq6", "eight_to_one", "pays_from", "capacity_bound", "offload", "apex", "grid", "neo_fig6c", "neo_fig10a",
-    "neo_fig10a_scan", "speed", "flat", "azure",
+    "eq6", "eight_to_one", "pays_from", "capacity_bound", "offload", "apex", "grid", "split_grid", "neo_fig6c",
+    "neo_fig10a", "neo_fig10a_scan", "speed", "flat", "azure",
 )  # fmt: skip
 ELSEWHERE = {"demo": "test_demo.py", "validate": "test_validate.py"} | dict.fromkeys(SIMULATED, "test_sim_scripts.py")
 
