@@ -103,7 +103,8 @@ class Submitter:
         if micro_batches and layer >= 0 and self._forecast.predicts:
             rows = sum([c.size for c in micro_batches]) + (self._stats.gpu_tokens if batch is not None else 0)
             self._forecast.gpu_works(self._device.now_ns(), rows)
-        if micro_batches and self._passes is not None and layer < self._last:
+        split = batch is not None and bool(batch.split)
+        if micro_batches and self._passes is not None and layer < self._last and not split:
             return self._pass(self._passes, layer, batch, micro_batches, after)
         if layer >= 0:
             after += tuple([self._device.submit(self._leave(c), (c.future,)) for c in micro_batches])
@@ -111,7 +112,7 @@ class Submitter:
         if layer == self._last:
             self._sample(future, batch, micro_batches)
             return future
-        if batch is not None and batch.split:
+        if batch is not None and split:
             self._attend_cold(layer + 1, batch, future)
         if micro_batches:
             self._send_qkv(micro_batches, layer + 1, future)
