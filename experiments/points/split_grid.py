@@ -14,7 +14,7 @@ from typing import Any
 from experiments.cells import Cell, CellSettings
 from experiments.schema import App
 from experiments.settings import experiment
-from experiments.tables import in_order, markdown, share, simulated
+from experiments.tables import markdown, share, simulated
 from hybridattn.cost.split import split_layer
 from hybridattn.planning.predict import by_simulation
 from hybridattn.policies.layouts import Layout
@@ -56,7 +56,6 @@ def point(app: App, settings: SplitGridSettings) -> dict[str, Any]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Gains over GPU-only as a table, and in how many settings requests over both tiers make the difference."""
-    rows = in_order(rows)
     columns = {
         "setting": "{cell}", "B_G": "{gpu_rows}", "T / tau": "{attention_over_tau:.1f}",
         "requests that hide": "{hidden_requests:.2f}", "closed forms: hides": "{closed_gain:.2f}",

@@ -57,10 +57,10 @@ def serve(engine, jobs, abort=lambda step: None, **options):
     requests = [engine.add(p, n, **options) for p, n in jobs]
     run, most = engine.executor.run, [0, 0]
 
-    def watched(batch, idle, view=None):
+    def watched(batch, idle, *more):
         if batch is not None:
             most[:] = max(most[0], len(batch.split)), max(most[1], batch.cold_kv_tokens)
-        return run(batch, idle, view)
+        return run(batch, idle, *more)
 
     engine.executor.run = watched
     step = 0
@@ -118,12 +118,12 @@ def test_pages_that_a_window_has_left_behind_are_given_back(seed, policy):
     engine = build(policy(), seed, gpu=9, cpu=12, stages=Windowed)
     run = engine.executor.run
 
-    def watched(batch, idle, view=None):
+    def watched(batch, idle, *more):
         rows = [s.request for s in batch.segments if not s.prefill] if batch is not None else []
         for r in [*rows, *(row.request for row in idle)]:
             still = len(r.pages.arriving) > 0  # a page on its way stays until it has come
             assert still or len(r.pages) <= 2 + Windowed.window // PAGE
-        return run(batch, idle, view)
+        return run(batch, idle, *more)
 
     engine.executor.run = watched
     assert serve(engine, jobs)[0] == right(jobs, Windowed.window)
@@ -161,9 +161,9 @@ def test_requests_beyond_the_cold_bound_go_down_as_a_whole_in_micro_batches():
     engine = build(Split(max_cold_tokens=3 * PAGE, micro_batches=2), gpu=6, cpu=20)
     together, run = set(), engine.executor.run
 
-    def watched(batch, idle, view=None):
+    def watched(batch, idle, *more):
         together.add((bool(batch and batch.split), bool(engine.executor.micro_batches)))
-        return run(batch, idle, view)
+        return run(batch, idle, *more)
 
     engine.executor.run = watched
     assert serve(engine, jobs)[0] == right(jobs) and (True, True) in together
