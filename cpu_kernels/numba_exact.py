@@ -44,7 +44,12 @@ def add_page(q, keys, values, count, at, row, s, m, l, out):  # noqa: E741
             s[t] = exp(s[t] - top)
         for t in range(count):
             total += s[t]
-        for t in range(count):
+        fours = count // 4 * 4  # four values at a time: out is read and written once for them
+        for t in range(0, fours, 4):
+            a, b, c, e = s[t], s[t + 1], s[t + 2], s[t + 3]
+            for d in range(dim):
+                out[g, d] += a * values[t, d] + b * values[t + 1, d] + c * values[t + 2, d] + e * values[t + 3, d]
+        for t in range(fours, count):
             for d in range(dim):
                 out[g, d] += s[t] * values[t, d]
         m[g], l[g] = top, l[g] * shrink + total

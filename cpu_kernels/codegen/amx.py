@@ -7,8 +7,9 @@ A page's lines are B tiles as they lie in memory (a row of a B tile is 16 lanes 
 
 Lines of fp8 are widened to such rows first, in a small buffer that stays in the first-level cache: those of a tile
 while the tile before is multiplied, so that none is loaded from what was stored just before. A remainder of 16 dims or
-16 positions uses tiles of half the depth. Pages with masked positions go through the line math, whose weights and
-queries have the same form.
+16 positions uses tiles of half the depth. In pages with masked positions, a tile of K that has an allowed position is
+computed whole, and V in steps of 32 allowed positions; those at the ends, beside slots that may hold NaN, go through
+the line math, whose weights and queries have the same form.
 `HardwareTiles` emits the instructions; `EmulatedTiles` computes the same on memory with bf16 dot products, so that the
 algorithm is tested on machines without AMX.
 """
@@ -19,10 +20,9 @@ from typing import Protocol
 
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import Frame, blocks_of
-from cpu_kernels.codegen.lines import Ahead, Edge, LineMath, column_source
+from cpu_kernels.codegen.lines import Ahead, Edge, LineMath, column_source, tiles_of
 from cpu_kernels.codegen.tiles import V16F, V16I, DotTiles, dot_bf16
 from cpu_kernels.codegen.values import I8, I16, I32, I64, Value
-from cpu_kernels.layout import LANES
 
 MAX_ROWS = 16
 C, A, B, A_HALF, B_HALF = range(5)  # tile numbers by role
@@ -129,7 +129,9 @@ class EmulatedTiles:
 
 
 class AmxMath(LineMath):
-    """Page math on AMX tiles for whole pages, on lines for the others."""
+    """Page math on AMX tiles, on lines for V at the ends of what is allowed."""
+
+    fetches_inside = True
 
     def __init__(self, k: Frame, tiles: DotTiles, ops: TileOps) -> None:
         super().__init__(k, tiles)
@@ -151,18 +153,16 @@ class AmxMath(LineMath):
             self.ops.configure(k.f, count)
 
     def scores(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
-        if edge is not None:
-            super().scores(k, here, ahead, edge)
-            return
         f, ops = k.f, self.ops
+        t0, t1 = tiles_of(k, edge)
         for number, (g0, count) in enumerate(self.rows):
             self._use(k, count)
             queries = k.q.at(g0 * k.dim * 2)
-            with f.loop(0, k.page // LANES) as t:
+            with f.loop(t0, t1) as t:
                 ops.zero(f, C)
                 at = t * k.tile_bytes
                 source = None if ahead is None or number else ahead.at(at)
-                self._multiply(k, queries, here.at(at), k.dim, source, t)
+                self._multiply(k, queries, here.at(at), k.dim, source, t, k.dim * 2)
                 ops.store(f, C, k.s.at(t * 64 + g0 * k.page * 4), k.page * 4)
                 if k.layout.kind.limit:
                     scale = f.load(V16F, k.scales, t * 64)
@@ -170,8 +170,10 @@ class AmxMath(LineMath):
                         where = k.s.at(t * 64 + g * k.page * 4)
                         f.store(f.load(V16F, where) * scale, where)
 
-    def _multiply(self, k: Frame, factors: Value, lines: Value, depth: int, ahead: Value | None, turn: Value) -> None:
-        """C += rows of `depth` factors times as many dims or positions of 16 lanes, fetching `ahead` on the way."""
+    def _multiply(
+        self, k: Frame, factors: Value, lines: Value, depth: int, ahead: Value | None, turn: Value, stride: int
+    ) -> None:
+        """C += rows of `depth` factors, `stride` bytes apart, times as many dims or positions of 16 lanes."""
         pieces = [(first, min(32, depth - first)) for first in range(0, depth, 32)]
         rows = lines if self.wide is None else self.wide.at((turn % TURNS) * self.wide_bytes)
         if self.wide is not None:
@@ -182,7 +184,7 @@ class AmxMath(LineMath):
             elif number + 1 < len(pieces):
                 self._widen(k, lines, rows, pieces[number + 1], ahead)
             a, b = (A, B) if count == 32 else (A_HALF, B_HALF)
-            self.ops.load(k.f, a, factors.at(first * 2), depth * 2)
+            self.ops.load(k.f, a, factors.at(first * 2), stride)
             self.ops.load(k.f, b, rows.at(first * 32), 64)
             self.ops.multiply(k.f, C, a, b)
 
@@ -206,7 +208,7 @@ class AmxMath(LineMath):
 
     def values(self, k: Frame, here: Value, ahead: Ahead | None, edge: Edge | None) -> None:
         if edge is not None:
-            super().values(k, here, ahead, edge)
+            self._values_inside(k, here.at(k.layout.k_bytes), ahead, edge)
             return
         f, ops, values = k.f, self.ops, here.at(k.layout.k_bytes)
         for number, (g0, count) in enumerate(self.rows):
@@ -216,5 +218,33 @@ class AmxMath(LineMath):
                 state = k.o.at(c * 64 + g0 * k.dim * 4)
                 ops.load(f, C, state, k.dim * 4)
                 at, source = c * k.column_bytes, column_source(k, ahead if number == 0 else None, c)
-                self._multiply(k, weights, values.at(at), k.page, None if source is None else source.at(at), c)
+                source = None if source is None else source.at(at)
+                self._multiply(k, weights, values.at(at), k.page, source, c, k.page * 2)
                 ops.store(f, C, state, k.dim * 4)
+
+    def _values_inside(self, k: Frame, values: Value, ahead: Ahead | None, edge: Edge) -> None:
+        """Steps of 32 positions between `edge` by tiles, what is left before and behind them by lines."""
+        f, ops, n, (low, high) = k.f, self.ops, k.layout.per_lane, edge
+        first, last = (low + 31) // 32 * 32, high // 32 * 32
+        some = first < last
+        first, last = some.select(first, high), some.select(last, high)
+        with f.when(some):
+            for number, (g0, count) in enumerate(self.rows):
+                self._use(k, count)
+                with f.loop(0, k.chunks) as c:
+                    state = k.o.at(c * 64 + g0 * k.dim * 4)
+                    ops.load(f, C, state, k.dim * 4)
+                    source = column_source(k, ahead if number == 0 else None, c)
+                    with f.loop(first, last, 32) as row:
+                        at = c * k.column_bytes + row * (k.column_bytes // k.page)
+                        weights, beyond = (
+                            self.p.at(row * 2 + g0 * k.page * 2),
+                            None if source is None else source.at(at),
+                        )
+                        self._multiply(k, weights, values.at(at), 32, beyond, row // 32 + c, k.page * 2)
+                    ops.store(f, C, state, k.dim * 4)
+        with f.loop(0, 2) as behind:
+            start, stop = behind.eq(0).select(low, last), behind.eq(0).select(first, high)
+            with f.when(start < stop):
+                for block in self.blocks:
+                    self._block_values(k, values, None, start // n, (stop + (n - 1)) // n, block, edge)

@@ -21,7 +21,7 @@ from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import ITEM_WORDS, MEMBER_WORDS, TOGETHER, Item, Job, Member
 from cpu_kernels.codegen.frame import MINUS_INF, Frame
 from cpu_kernels.codegen.int8_dot import Int8Dot
-from cpu_kernels.codegen.lines import Ahead, LineMath, PageMath
+from cpu_kernels.codegen.lines import Ahead, Edge, LineMath, PageMath
 from cpu_kernels.codegen.rows import RowCodec
 from cpu_kernels.codegen.tiles import V16F, DotTiles, WideTiles, element_shift, load_as_f32
 from cpu_kernels.codegen.values import F32, I64, PTR, Value, Var
@@ -222,20 +222,33 @@ class DecodeKernel:
             self.math.values(k, here, ahead if near else (ahead[0].at(half), ahead[0].at(half)), None)
             whole.otherwise()
             edge = (low, high)
-            if near:
-                self._fetch_rows(here.at(half), edge)
-                k.prefetch_range(ahead[0], half // 2)
+            if self.math.fetches_inside:
+                with f.either((high - low) * 2 >= k.page) as most:
+                    self.math.scores(k, here, here.at(half) if near else ahead[0], edge)
+                    softmax.update(k, self.math, edge)
+                    self.math.values(k, here, ahead if near else (ahead[0].at(half), ahead[0].at(half)), edge)
+                    most.otherwise()
+                    self._part_of_page(start, here, ahead, first, edge, near)
             else:
-                k.prefetch_range(ahead[0], half)
-            self.math.scores(k, here, None, edge)
-            if near:
-                # The second half came with the page before, if there was one and this page is at most half used.
-                with f.when((high > k.page // 2) | (start <= first)):
-                    k.prefetch_range(ahead[0].at(half // 2), half // 2)
-            else:
-                k.prefetch_range(ahead[0].at(half), half)
-            softmax.update(k, self.math, edge)
-            self.math.values(k, here, None, edge)
+                self._part_of_page(start, here, ahead, first, edge, near)
+
+    def _part_of_page(self, start: Value, here: Value, ahead: Ahead, first: Value, edge: Edge, near: bool) -> None:
+        """A page of which little is allowed, with its fetches beforehand."""
+        k, f, half, high = self.k, self.k.f, self.k.layout.k_bytes, edge[1]
+        if near:
+            self._fetch_rows(here.at(half), edge)
+            k.prefetch_range(ahead[0], half // 2)
+        else:
+            k.prefetch_range(ahead[0], half)
+        self.math.scores(k, here, None, edge)
+        if near:
+            # The second half came with the page before, if there was one and this page is at most half used.
+            with f.when((high > k.page // 2) | (start <= first)):
+                k.prefetch_range(ahead[0].at(half // 2), half // 2)
+        else:
+            k.prefetch_range(ahead[0].at(half), half)
+        softmax.update(k, self.math, edge)
+        self.math.values(k, here, None, edge)
 
     def _fetch_rows(self, values: Value, edge: tuple[Value, Value]) -> None:
         """Fetch the rows of V that hold allowed positions."""

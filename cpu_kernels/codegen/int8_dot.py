@@ -15,7 +15,7 @@ from __future__ import annotations
 from cpu_kernels.codegen.convert import max_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import Frame, blocks_of
-from cpu_kernels.codegen.lines import Ahead, Edge, column_source
+from cpu_kernels.codegen.lines import Ahead, Edge, column_source, tiles_of
 from cpu_kernels.codegen.tiles import V16F, V16I
 from cpu_kernels.codegen.values import F32, I8, I32, I64, Value, Var, vec
 from cpu_kernels.layout import LANES
@@ -33,6 +33,8 @@ def dot(acc: Value, unsigned: Value, signed: Value) -> Value:
 
 class Int8Dot:
     """Page math by byte dot products; the digits of a row lie as ``[hi row][lo row]``."""
+
+    fetches_inside = False
 
     def __init__(self, k: Frame) -> None:
         f = k.f
@@ -87,9 +89,7 @@ class Int8Dot:
     # ------------------------------------------------------------------ products
     def scores(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
         f = k.f
-        t0, t1 = f.const(I64, 0), f.const(I64, k.page // LANES)
-        if edge is not None:
-            t0, t1 = edge[0] // LANES, (edge[1] + (LANES - 1)) // LANES
+        t0, t1 = tiles_of(k, edge)
         for number, (g0, count) in enumerate(self.blocks):
             queries = k.q.at(g0 * (self.query_row + 64))
             with f.loop(t0, t1) as t:

@@ -25,10 +25,13 @@ class PageMath(Protocol):
     ----------
     query_bytes, weight_bytes : int
         Buffer sizes of the group's queries and of one page's weights.
+    fetches_inside : bool
+        Pages with masked positions are computed at the pace of whole ones, so that fetches are spread over them.
     """
 
     query_bytes: int
     weight_bytes: int
+    fetches_inside: bool
 
     def begin(self, k: Frame) -> None:
         """Emit what a kernel call needs before its first unit."""
@@ -51,6 +54,8 @@ class PageMath(Protocol):
 
 class LineMath:
     """Page math on `Tiles`: a line in registers, the words of the query heads spread over the lanes one by one."""
+
+    fetches_inside = False
 
     def __init__(self, k: Frame, tiles: Tiles) -> None:
         self.tiles = tiles
@@ -75,10 +80,7 @@ class LineMath:
             self.tiles.store_weights(k.f, k.f.load(V16F, row, d * 4), k.q.at((g * k.dim + d) * size))
 
     def scores(self, k: Frame, here: Value, ahead: Value | None, edge: Edge | None) -> None:
-        f = k.f
-        t0, t1 = f.const(I64, 0), f.const(I64, k.page // LANES)
-        if edge is not None:
-            t0, t1 = edge[0] // LANES, (edge[1] + (LANES - 1)) // LANES
+        t0, t1 = tiles_of(k, edge)
         for number, block in enumerate(self.blocks):
             self._block_scores(k, here, ahead if number == 0 else None, t0, t1, block)
 
@@ -164,6 +166,13 @@ class LineMath:
                 )
             for g in range(count):
                 f.store(total_of(acc[g]), state, g * k.dim * 4)
+
+
+def tiles_of(k: Frame, edge: Edge | None) -> tuple[Value, Value]:
+    """Tiles of 16 positions that hold an allowed one: the first, and one past the last."""
+    if edge is None:
+        return k.f.const(I64, 0), k.f.const(I64, k.page // LANES)
+    return edge[0] // LANES, (edge[1] + (LANES - 1)) // LANES
 
 
 def column_source(k: Frame, ahead: Ahead | None, c: Value) -> Value | None:

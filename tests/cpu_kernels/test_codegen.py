@@ -90,16 +90,42 @@ def test_amx_by_emulated_tiles_equals_the_lines(problem: Any, dim: int, page: in
     if dtype == "fp8" and not p.coarse("avx512_bf16"):
         pytest.skip("fp8 is not multiplied as bf16 pairs here: the processor lacks AVX-512 VBMI")
     want, want_lse = p.run(isa="avx512_bf16", split_tokens=4 * page)
-    ir = build_decode(p.pages.layout, "avx512_bf16", group, emulate_amx=True)
-    extras = p.pages.layout.kind.extras("avx512_bf16")
+    out, lse = emulated(p, split_tokens=4 * page)
+    assert np.abs(out - want).max() < 2e-5 and np.abs(lse - want_lse).max() < 2e-5
+
+
+def emulated(p: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A problem's results by the tiles' algorithm with the tile instructions replaced."""
+    plan, extras = p.plan(isa="avx512_bf16", **options), p.pages.layout.kind.extras("avx512_bf16")
+    ir = build_decode(p.pages.layout, "avx512_bf16", plan.inputs.group, emulate_amx=True)
     loaded = jit.load(ir, ("decode",), jit.target_of("avx512_bf16", extras))
-    plan = p.plan(isa="avx512_bf16", split_tokens=4 * page)
     kernel = plan.native
     kernel.kernel = loaded.addresses["decode"]
     kernel._call = native._KERNEL(kernel.kernel)
-    out, lse = np.full_like(want, np.nan), np.full_like(want_lse, np.nan)
-    plan.run(p.q, out, lse)
-    assert np.abs(out - want).max() < 2e-5 and np.abs(lse - want_lse).max() < 2e-5
+    p.out[...], p.lse[...] = np.nan, np.nan
+    plan.run(p.q, p.out, p.lse)
+    return p.out.copy(), p.lse.copy()
+
+
+@pytest.mark.skipif("avx512_bf16" not in isa.detect().available, reason="the emulation needs AVX-512 BF16")
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_tiles_keep_off_what_is_masked(problem: Any, dtype: str) -> None:
+    """V in steps of 32 between the ends of what is allowed; slots before a window and behind a row hold NaN."""
+    p = problem([228, 40, 127, 128 + 32, 3], heads=1, group=3, page=128, dtype=dtype)
+    if dtype == "fp8" and not p.coarse("avx512_bf16"):
+        pytest.skip("fp8 is not multiplied as bf16 pairs here: the processor lacks AVX-512 VBMI")
+    nothing = np.full((1, 1, 64), np.nan, np.float32)
+    for window in (-1, 140, 73, 20):
+        for row, before in enumerate(p.lens - 1 - window if window >= 0 else []):
+            for at in range(max(before, 0)):
+                slot = p.table[row, at // 128] * 128 + at % 128
+                ck.append_kv(p.pages, 0, nothing, nothing, [slot])
+        want, want_lse = p.run(isa="avx512_bf16", window_left=window)
+        made = [emulated(p, window_left=window)]
+        if NO_AMX is None:
+            made.append(p.run(isa="amx_bf16", window_left=window))
+        for out, lse in made:
+            assert np.abs(out - want).max() < 2e-5 and np.abs(lse - want_lse).max() < 2e-5
 
 
 @pytest.mark.skipif(NO_AMX is not None, reason=str(NO_AMX))
