@@ -151,6 +151,11 @@ def node_edges(
     return np.concatenate(parts), tuple(ends)
 
 
+def nothing_to_claim(chunk_ends: Sequence[int]) -> bytes:
+    """A job's claim words with all chunks taken, as they are until it is pushed."""
+    return _CLAIM.pack(*(end << 32 | end for end in chunk_ends))
+
+
 class Workspace:
     """Partial results and finish counters of one run in flight."""
 
@@ -191,7 +196,7 @@ class NativeDecode:
         self.edges, self.chunk_ends = node_edges(
             self.items, counts, self.units_per_item, self.unit_heads * token_bytes, tuning.chunk_bytes
         )
-        self.claims = _CLAIM.pack(*(end << 32 | end for end in self.chunk_ends))
+        self.claims = nothing_to_claim(self.chunk_ends)
         self.num_chunks, self.num_units = len(self.edges) - 1, len(self.items) * self.units_per_item
         self._partial_bytes = num_partials * inputs.num_q_heads * (layout.head_dim + LANES) * 4
         self._num_counters = inputs.num_seqs * pages.num_kv_heads if num_partials else 0

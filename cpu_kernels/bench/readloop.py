@@ -15,6 +15,7 @@ from cpu_kernels import isa, jit
 from cpu_kernels.codegen.emit import Module
 from cpu_kernels.codegen.fields import JOB_WORDS, MAX_NODES, Job
 from cpu_kernels.codegen.values import I32, I64, PTR, vec
+from cpu_kernels.native import nothing_to_claim
 from cpu_kernels.pages import KVPages
 
 UNIT_BYTES = 16 << 10
@@ -58,6 +59,7 @@ class ReadLoop:
         self.bytes = units * UNIT_BYTES
         self.edges = np.array([units * i // chunks for i in range(chunks + 1)], np.int64)
         self.num_chunks, self.chunk_ends = chunks, (chunks,) * MAX_NODES
+        self.claims = nothing_to_claim(self.chunk_ends)
         self.kernel = _address(distance, level)
         self.sink = np.zeros((units + 1) * 16, np.int32)
 
