@@ -7,9 +7,9 @@ A linear stage in which a micro-batch takes part, and a chunk of a prompt whose 
     gpu.d2h                                      |send q,k,v l+1|offload k,v l+1|
     cpu.attention                                         |attention l+1 of the micro-batch ...
 
-Rows with pages on both tiers (see ``hybridattn.core.stages``) are waited for within their layer, so that their cold
-parts, which are submitted before what micro-batches send after the same stage and go before everything else on the
-CPU's lane, are all that the driver waits for at a layer by itself.
+Rows with pages on both tiers (see ``hybridattn.core.stages``) are waited for within their layer, by the card where it
+can, so that their cold parts are submitted before what micro-batches send after the same stage and go before everything
+else on the CPU's lane.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class Submitter:
         self._cold = self._device.submit(self._stages.cold_attention(layer, batch), (down,))
 
     def _merge(self, layer: int, batch: Batch, attended: Future, cold: Future) -> Future:
-        """The cold parts, once they are there, go up and are merged with the hot ones."""
-        cold.wait(self._timeout_ns)
+        """The cold parts, once they are there, go up and are merged with the hot ones. The driver waits for them only
+        where the lane of the copy cannot."""
+        if not self._device.waits_for(cold, self._timeout_ns):
+            cold.wait(self._timeout_ns)
         up = self._device.submit(self._stages.fetch_cold(layer, batch), (cold,))
         return self._device.submit(self._stages.merge(layer, batch), (attended, up))
 

@@ -182,13 +182,15 @@ def test_tokens_hold_for_every_order_of_the_streams(model, quiet, seed, policy, 
         assert answers(device, model, POLICIES[policy]())[0] == quiet
 
 
-def test_a_wait_is_the_streams_where_it_can_be(model, quiet, monkeypatch):
-    """Blocking offload on a card with words: the driver waits for no attention, and the tokens are the same."""
+@pytest.mark.parametrize("policy", ["sync_offload", "split"])
+def test_a_wait_is_the_streams_where_it_can_be(model, quiet, monkeypatch, policy):
+    """Blocking offload and cold parts on a card with words: the driver waits for no attention, and the tokens are the
+    same."""
     for seed in range(4):
         device = CudaDevice(runtime=FakeCuda(seed, words=True))
         asked, waits_for = [], device.waits_for
         monkeypatch.setattr(device, "waits_for", lambda f, t, w=waits_for, a=asked: a.append(w(f, t)) or a[-1])
-        assert answers(device, model, POLICIES["sync_offload"]())[0] == quiet
+        assert answers(device, model, POLICIES[policy]())[0] == quiet
         assert len(asked) > 20 and all(asked)
 
 
