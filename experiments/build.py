@@ -15,6 +15,7 @@ from hybridattn.core.errors import HybridAttnError, InputError
 from hybridattn.core.stages import CPU_TIER
 from hybridattn.cost.catalog import shape
 from hybridattn.cost.costs import Costs
+from hybridattn.cost.machine import card_driver_of
 from hybridattn.cost.parallel import parallel_machine
 from hybridattn.cost.priced_stages import with_exposed
 from hybridattn.cost.pricing import Pricing
@@ -105,9 +106,10 @@ def import_path(target: str) -> str:
 
 
 def sim_device(app: App, pricing: Pricing, record: bool = False) -> SimDevice:
-    """A simulated device with the driver's costs of ``device``."""
-    d = app.device
-    return SimDevice(pricing, record=record, submit_ns=round(d.submit_us * 1e3), poll_ns=round(d.poll_us * 1e3))
+    """A simulated device with the driver's costs of ``device``, or where they are 0 with those that its link knows."""
+    d, known = app.device, card_driver_of(profiles_of(app)[2])
+    given = {"submit_ns": round(d.submit_us * 1e3), "poll_ns": round(d.poll_us * 1e3)}
+    return SimDevice(pricing, record=record, **(known | {name: ns for name, ns in given.items() if ns}))
 
 
 def workload_of(app: App) -> Workload:

@@ -82,6 +82,17 @@ def late_name(name: str, part: int) -> str:
     return f"{name}.{part}" if name == "wake" else f"handover.{name}.{part}"
 
 
+def card_driver_of(link: Profile) -> dict[str, Any]:
+    """What the driver of a card costs whose primitives are priced in ``link`` (``hybridattn.calibration.card``), as
+    ``SimDevice`` takes it: an op is a replay and an event, and CPU attention begins a hand-over late, by a word where
+    the card has them, else by a host call. Empty for a link without these prices."""
+    found = link.quantities
+    if not {"event", "replay"} <= set(found):
+        return {}
+    handover = next((round(found[way].value) for way in ("bell_awake", "host_call_awake") if way in found), 0)
+    return {"submit_ns": round(found["event"].value + found["replay"].value), "handover_ns": {CPU: handover}}
+
+
 def driver_of(profile: Profile) -> dict[str, Any]:
     """What the driver and the lanes' threads of a measured machine cost, as ``SimDevice`` takes it."""
 

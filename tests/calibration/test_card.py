@@ -15,9 +15,9 @@ from scaled_model import scaled
 
 from hybridattn.calibration import card
 from hybridattn.core.config import EngineConfig
-from hybridattn.core.op import D2H, Op, Work
+from hybridattn.core.op import CPU, D2H, Op, Work
 from hybridattn.cost.here import card_path, decode_tile
-from hybridattn.cost.machine import machine
+from hybridattn.cost.machine import card_driver_of, machine
 from hybridattn.cost.profile import Quantity, load_profile, save_profile
 from hybridattn.devices.cuda import CudaDevice
 from hybridattn.devices.sim import SimDevice
@@ -51,6 +51,15 @@ def test_every_primitive_is_priced_and_the_simulator_takes_the_link(device, tmp_
     sim.drain(10**13)
     took = copy.end_ns - copy.start_ns
     assert took == pytest.approx(found["launch"].value + 1e18 / found["bandwidth"].value, rel=0.01)
+    known = card_driver_of(load_profile(path))
+    sim = SimDevice(machine("t4", "xeon-8259cl-8c", str(path)), **known)
+    attention = sim.submit(Op("attention", CPU, Work("decode_attention", 0.0, 10**6, 1, 1), None))
+    assert attention.start_ns == round(found["bell_awake"].value)
+    assert sim.now_ns() == round(found["event"].value + found["replay"].value)
+    without = {name: q for name, q in found.items() if not name.startswith("bell")}
+    by_call = card_driver_of(card.card_profile(device, without))
+    assert by_call["handover_ns"] == {CPU: round(found["host_call_awake"].value)}
+    assert card_driver_of(load_profile("pcie3-x16", "link")) == {}
 
 
 def test_what_does_not_work_here_has_no_price(monkeypatch):
