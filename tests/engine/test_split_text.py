@@ -21,6 +21,7 @@ from hybridattn.core.trace import violations
 from hybridattn.devices.host import HostDevice
 from hybridattn.devices.sim import SimDevice
 from hybridattn.engine.engine import Engine
+from hybridattn.models import host_tier
 from hybridattn.models.host_tier import HostRows
 from hybridattn.models.load import load
 from hybridattn.models.torch_stages import TorchStages
@@ -42,7 +43,8 @@ def answers(model, device, policy, *, gpu=16, cpu=16, kv_dtype="fp32"):
     config = EngineConfig(gpu, cpu, PAGE, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=24)
     engine = Engine(TorchStages(model, device, config, kv_dtype), device, policy, config)
     try:
-        requests = [engine.add(p, n, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in JOBS]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=i) for i, (_, n) in enumerate(JOBS)]
+        requests = [engine.add(*job, own) for job, own in zip(JOBS, params, strict=True)]
         engine.run()
         assert violations(engine.drain()) == []
         check_empty(engine)
@@ -71,6 +73,29 @@ def test_ids_are_the_same_at_every_cold_share(model, whole, device, share):
 
 def test_ids_are_the_same_over_int8_pages(model, whole):
     assert answers(model, sim(), Split(cold_share=0.5, even_if_it_fits=True), kv_dtype="int8") == whole["int8"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_logits_are_as_near_to_fp32_as_those_of_rows_on_one_tier(model, whole, kv_dtype, monkeypatch):
+    """The stated bound: against fp32, at most twice the largest and 1.25 times the mean error without a split."""
+    seen = {}
+
+    def forced(logits, rows):
+        seen.update({(row.seed, row.position): logits[i].float().clone() for i, row in enumerate(rows)})
+        return [whole["fp32"][row.seed][row.position] for row in rows]
+
+    def logits(*how, **options):
+        seen.clear()
+        answers(*how, **options)
+        return torch.stack([seen[key] for key in sorted(seen)])
+
+    monkeypatch.setattr(host_tier, "sample_each", forced)
+    exact = logits(model, sim(), GpuOnly())
+    same = scaled(model.config, dtype="bf16") if kv_dtype == "bf16" else model
+    one = (logits(same, sim(), GpuOnly(), kv_dtype=kv_dtype) - exact).abs()
+    for share in (0.25, 0.75):
+        both = (logits(same, sim(), Split(cold_share=share, even_if_it_fits=True), kv_dtype=kv_dtype) - exact).abs()
+        assert one.max() > 0 and both.max() <= 2 * one.max() and both.mean() <= 1.25 * one.mean()
 
 
 @given(seed=st.integers(0, 10**6), gpu=st.integers(4, 12))

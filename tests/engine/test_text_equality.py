@@ -165,10 +165,11 @@ def test_bf16_logits_are_as_good_as_transformers_own(prompts, teacher, reference
     names = ["capital", "chinese", "python_class", "recipe_and_report"]
     want = torch.stack([reference_logits(n) for n in names])
     plain = (torch.stack([reference_logits(n, torch.bfloat16) for n in names]) - want).abs()
-    for policy, fraction in [("gpu_only", None), ("async_overlap", 1.0)]:
+    split = Split(cold_share=0.5, even_if_it_fits=True)
+    for policy, fraction in [("gpu_only", None), ("async_overlap", 1.0), (split, None)]:
         got = forced_logits(model, [prompts[n] for n in names], teacher, policy, fraction, dtype="bf16")
         error = (got - want).abs()
-        print(f"bf16 {policy}: max {error.max():.3f} ({plain.max():.3f}), mean {error.mean():.4f} ({plain.mean():.4f})")
+        print(f"bf16 {getattr(policy, 'name', policy)}: max {error.max():.3f} ({plain.max():.3f}), mean {error.mean():.4f} ({plain.mean():.4f})")
         assert error.max().item() < 2 * plain.max().item()
         assert error.mean().item() < 2 * plain.mean().item()
 

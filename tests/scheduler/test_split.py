@@ -138,6 +138,14 @@ def test_what_a_window_leaves_behind_is_room_for_others():
         assert [r.preemptions for r in engine.take_records().requests] == [0, 0]
 
 
+def test_a_page_given_back_too_early_is_noticed():
+    """The mutation: the window counts as a page shorter than it is."""
+    jobs = [([i] * 30, 60) for i in range(2)]
+    engine = build(Split(), gpu=11, stages=Windowed)
+    engine.kv.window = Windowed.window - PAGE
+    assert serve(engine, jobs)[0] != right(jobs, Windowed.window)
+
+
 def test_a_session_keeps_what_its_next_turn_may_attend_to():
     engine = build(GpuOnly(), gpu=20, stages=Windowed)
     first = engine.add([3] * 60, 30, session="s")
