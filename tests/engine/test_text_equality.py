@@ -169,7 +169,7 @@ def test_bf16_logits_are_as_good_as_transformers_own(prompts, teacher, reference
     for policy, fraction in [("gpu_only", None), ("async_overlap", 1.0), (split, None)]:
         got = forced_logits(model, [prompts[n] for n in names], teacher, policy, fraction, dtype="bf16")
         error = (got - want).abs()
-        print(f"bf16 {getattr(policy, 'name', policy)}: max {error.max():.3f} ({plain.max():.3f}), mean {error.mean():.4f} ({plain.mean():.4f})")
+        print(f"bf16 {policy}: max {error.max():.3f} ({plain.max():.3f}), mean {error.mean():.4f} ({plain.mean():.4f})")
         assert error.max().item() < 2 * plain.max().item()
         assert error.mean().item() < 2 * plain.mean().item()
 
