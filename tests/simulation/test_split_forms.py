@@ -10,17 +10,20 @@ import pytest
 from experiments.ideal import ideal
 from experiments.machines import engine_on, open_sim
 from hybridattn.core.config import EngineConfig
+from hybridattn.core.errors import InputError
 from hybridattn.core.request import DeclaredTokens
 from hybridattn.cost.split import split_case, split_layer
 from hybridattn.planning.predict import by_simulation
 from hybridattn.planning.steady import SteadyRun
 from hybridattn.policies import planning
+from hybridattn.policies.base import ColdView
 from hybridattn.policies.estimate import at_once, split_step
 from hybridattn.policies.fixed import AsyncOverlap, GpuOnly
 from hybridattn.policies.layouts import Layout
 from hybridattn.policies.load import Limits, Load
 from hybridattn.policies.planning import choose
 from hybridattn.policies.registry import make_policy
+from hybridattn.policies.split import Split
 
 LAYERS, CONTEXT, HOT = 8, 1000, 100_000
 KEY_NS = 10.0  # T = 1 ms
@@ -68,6 +71,20 @@ def test_the_chooser_and_the_closed_forms_take_both_together_where_that_is_best(
     assert predict(load, layout, costs, True).tokens_per_s / 1e9 == pytest.approx(tokens / step_ns, rel=0.05)
     assert at_once(load, costs, Limits(), 1.0).kind != layout.kind
     assert at_once(load, costs, Limits(1.1, 1.1), 1.0, True).kind != "split_overlap"
+
+
+@pytest.mark.parametrize(("r", "x"), [(1.5, 0.3), (3, 4.0)])
+def test_a_limit_bounds_what_is_cold(r, x):
+    """Where more than hides would pay, a step takes as long as the limit says; elsewhere it stays as it is."""
+    costs = machine(r, 5, x)
+    layer, view = split_layer(costs, HOT // CONTEXT, HOT), ColdView(100, HOT // 8, 0, HOT // 32, 32)
+    _, most = Split(costs, gpu_limit=1.1).cold_pages(view)
+    _, free = Split(costs).cold_pages(view)
+    stretch = layer.layer_ns(HOT, most * 32) / layer.layer_ns(HOT, 0)
+    assert stretch == pytest.approx(1.1 if layer.more_pays(HOT) else 1.0, rel=0.02)
+    assert (free > most) == layer.more_pays(HOT) == (x < 1)
+    with pytest.raises(InputError, match="gpu_limit needs a cost model .* and 1 at least, got 0.9"):
+        Split(costs, gpu_limit=0.9)
 
 
 def per_row(tokens, rows):
