@@ -22,7 +22,7 @@ def profile(tmp_path_factory):
     """The profile of this machine, calibrated at as few points as its tables can be made of."""
     few = {
         "CONTEXTS": (64, 128), "ROWS": (1, 4), "LINEAR_ROWS": (6,), "MIXED_ROWS": ((2, 2),), "CHUNKS": (32, 64),
-        "PASSES": 1, "ROUNDS": 1,
+        "STEPS": 1, "ROUNDS": 1,
     }  # fmt: skip
     path = tmp_path_factory.mktemp("profile") / "here.json"
     with pytest.MonkeyPatch.context() as patch, Bench(most_rows=8) as bench:
