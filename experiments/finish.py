@@ -66,7 +66,7 @@ def print_outcomes(results: SweepResults, console: Console) -> None:
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
     screen = console.is_terminal and not console.is_dumb_terminal
-    wide = console if screen else Console(file=console.file, width=250)
+    wide = console if screen else Console(file=console.file, width=250, height=100)  # without height a dumb one has 80
     wide.print(table, highlight=False, markup=False)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
+import hybridattn
 from experiments.findings import busy_lines, enough, failures, panel_lines
+from experiments.finish import print_outcomes
 from experiments.run import main
 from hybridattn.analysis.crossing import Crossing
 from hybridattn.analysis.series import Question, Series, panels_of
@@ -72,6 +76,9 @@ def test_it_ends_with_a_table_of_gain_and_price_and_where_it_pays(tmp_path, run,
     said = json.loads((tmp_path / "results/made/latest/crossovers.json").read_text())[""]
     assert said["async_overlap"]["says"] == "pays from 6 apples on (4 to 8, grid points around it)"
     assert said["sync_offload"]["says"] == "no crossover in range: it pays nowhere"
+    notebook = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb", "COLUMNS": "20"})
+    print_outcomes(hybridattn.open_results(tmp_path / "results/made/latest"), notebook)
+    assert table(notebook.file.getvalue()) == [row]  # a notebook is a terminal of few columns: nothing is folded
 
 
 def test_the_candidate_is_told_of_where_another_policy_is_best(run, capsys):
