@@ -77,11 +77,12 @@ def decode_config(
     if not tensor_cores(dtype, capability):
         block_n = 32 if block_d <= 64 else 16
         warps, stages = 4 if block_d <= 128 else 8, 1
-    elif quantised:  # widening the codes takes registers, so more threads share a tile
-        block_n, warps, stages = 64 if block_d < 128 else 32, 8, 4 if block_d == 128 else 3
+    elif quantised:  # widening the codes takes registers, so more threads share a tile, but for what spills with them
+        block_n, warps, stages = 64 if block_d < 128 else 32, 4 if block_d == 64 else 8, 4 if block_d == 128 else 3
     else:
         large = block_g == 16 and capability.shared_bytes >= 160_000
-        block_n, warps, stages = 64 if block_d < 128 or (block_d == 128 and large) else 32, 4, 3
+        block_n = 64 if 16 < block_d < 128 or (block_d == 128 and large) else 32
+        warps, stages = 8 if block_g == 32 and block_d == 64 else 4, 3
         if tile is not None and swept(dtype, quantised, extras, group, head_dim, capability):
             block_n, stages = tile
     constants = {
