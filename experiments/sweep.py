@@ -78,16 +78,21 @@ class Sweep:
     # -- before anything runs ----------------------------------------------------------------------------------------
 
     def _fitting(self, config: DictConfig, axes: Axes) -> Axes:
-        """``axes`` with the options that some policies of the sweep have and others lack."""
+        """``axes`` with the options that some policies of the sweep have and others lack. Those of the experiment file
+        are meant for its own policies: where the command line chose others, they go."""
         options, policies = [key for key in axes.values if is_option(key)], axes.values.get("policy", ())
-        if not options or not policies:
+        if not options:
             return axes
-        known = {p: known_options(self._compose_point(config, [*axes.fixed, p]).policy) for p in policies}
-        lack = {(p, key) for p in policies for key in options if key_of(key).split(".")[2] not in known[p]}
-        if nobody := [key for key in options if all((p, key) in lack for p in policies)]:
+        one_by_one = {p: [*axes.fixed, p] for p in policies} or {"": list(axes.fixed)}
+        known = {p: known_options(self._compose_point(config, words).policy) for p, words in one_by_one.items()}
+        lack = {(p, key) for p in known for key in options if key_of(key).split(".")[2] not in known[p]}
+        nobody = [key for key in options if all((p, key) in lack for p in known)]
+        asked = [key for key in nobody if key not in self.params]
+        if asked and policies:
             have = "; ".join(f"{p} has {', '.join(names) or 'none'}" for p, names in known.items())
-            raise InputError(f"no policy of this sweep has what {key_of(nobody[0])} says: {have}")
-        return replace(axes, foreign=frozenset(lack))
+            raise InputError(f"no policy of this sweep has what {key_of(asked[0])} says: {have}")
+        values = {key: of for key, of in axes.values.items() if key not in nobody or key in asked}
+        return replace(axes, values=values, foreign=frozenset(pair for pair in lack if pair[0]))
 
     def _composed(self, config: DictConfig, axes: Axes) -> dict[str, Any]:
         """Plain values of the points among which every value occurs, each composed and checked."""

@@ -47,6 +47,12 @@ def test_the_demo_answers_compares_and_leaves_rows_trace_and_picture(tmp_path, c
     assert "A page of a few lines" not in text and "JOIN" not in text  # results carry no prompt text
 
 
+def test_another_policy_runs_without_the_options_of_those_in_the_file(tmp_path, capsys):
+    shrunk = ["settings.page=''", "settings.prompts=[a]", "settings.max_tokens=2", "policy=gpu_only"]
+    assert main([f"results_root={tmp_path}", "+experiment=demo", *shrunk]) == 0
+    assert "gpu_only: 1 of 1 answers (2 token ids) equal to" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
