@@ -16,14 +16,13 @@ from hybridattn.devices.cuda_presence import why_no_cuda
 from hybridattn.devices.fingerprint import fingerprint
 from hybridattn.problems import problems
 
-_NO_TORCH = "no: torch is not installed"
 PACKAGES = ("hybridattn", "torch", "triton", "llvmlite", "numpy", "transformers", "hydra-core", "wandb")
 
 
 def examine() -> dict[str, Any]:
     """Everything the doctor knows, as plain values."""
     before = _mask()
-    has_torch = _load_torch()
+    no_torch = _why_no_torch()
     after = _mask()
     machine = topology.read()
     chosen = isa.detect()
@@ -55,11 +54,11 @@ def examine() -> dict[str, Any]:
         "memory_total_bytes": memory.get("MemTotal", 0) * 1024 or None,
         "memory_available_bytes": memory.get("MemAvailable", 0) * 1024 or None,
         "devices": {
-            "host": "yes" if has_torch else _NO_TORCH,
+            "host": f"no: {no_torch}" if no_torch else "yes",
             "sim": "yes (experiments only)",
-            "cuda": _cuda() if has_torch else _NO_TORCH,
+            "cuda": f"no: {no_torch}" if no_torch else _cuda(),
         },
-        "triton": _triton(has_torch),
+        "triton": _triton(not no_torch),
         "attention_backends": {name: backends.why_absent(name) or "yes" for name in backends.REGISTRY},
         "fingerprint": fingerprint(),
         "commit": git_commit(),
@@ -73,12 +72,15 @@ def _mask() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
-def _load_torch() -> bool:
+def _why_no_torch() -> str | None:
+    """Loads torch; why that fails, if it does."""
     try:
         importlib.import_module("torch")
-    except ImportError:
-        return False
-    return True
+    except ModuleNotFoundError:
+        return "torch is not installed"
+    except (ImportError, OSError) as error:
+        return f"torch cannot be loaded: {error}"
+    return None
 
 
 def _cuda() -> str:

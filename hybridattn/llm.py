@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import warnings
 import weakref
 from collections import deque
@@ -52,7 +53,7 @@ class LLM:
 
     Parameters
     ----------
-    model : str or LoadedModel
+    model : str, path or LoadedModel
         ``smollm2-135m`` (embedded), a safetensors folder, a GGUF file, or ``dummy:<shape>``. What
         ``hybridattn.models.load.load`` returned may be given instead, to share weights between several LLMs.
     device : str
@@ -159,9 +160,11 @@ class LLM:
                 close_abandoned()
                 self.device = open_device(device, record=record, **(device_options or {}))
             where = getattr(self.device, "torch_device", "cpu")
-            self.model = load(model, dtype=dtype, device=where) if isinstance(model, str) else model
+            self.model = load(model, dtype=dtype, device=where) if isinstance(model, str | os.PathLike) else model
             if not hasattr(self.model, "weights"):
-                raise InputError(f"model must be a name or what hybridattn.models.load.load returned, got {model!r}")
+                raise InputError(
+                    f"model must be a name, a path or what hybridattn.models.load.load returned, got {model!r}"
+                )
             limit = self.model.config.shape.max_model_len
             page = best_page_size() if page_size is None else page_size
             config = EngineConfig(

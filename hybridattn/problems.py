@@ -94,7 +94,10 @@ def _few_cpus(machine: Topology) -> list[str]:
 
 
 def _card() -> list[str]:
-    if not installed("torch") or why_no_cuda() is not None or (reason := why_no_build()) is None:
+    why = why_no_cuda() if installed("torch") else "torch is not installed"
+    if why is not None and "cannot be loaded" in why:
+        return [f"{why}: install it again, or give the process more memory"]
+    if why is not None or (reason := why_no_build()) is None:
         return []
     return [f"{reason}, so that Triton may not be able to launch its first kernel on the card: install it"]
 

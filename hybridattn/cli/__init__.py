@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _said(error: Exception) -> int:
     """One sentence and the exit code; raises what is nobody's fault but ours."""
     sentence, code = str(error), 2 if isinstance(error, InputError) else 1
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ImportError):
         sentence, code = why_missing(error) or "", 2
     elif isinstance(error, OSError):  # a full disk, most likely: what was written before stays
         sentence = f"reading or writing failed: {error}"

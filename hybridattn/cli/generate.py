@@ -13,7 +13,7 @@ import hybridattn
 from hybridattn.core.chrome import write_chrome
 from hybridattn.core.errors import InputError
 from hybridattn.core.params import NoEffectWarning, SamplingParams
-from hybridattn.core.terminal import is_unicode
+from hybridattn.core.terminal import as_text, is_unicode
 from hybridattn.engine.call import Output
 
 
@@ -83,7 +83,7 @@ def _add_sampling(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; 0 when it worked."""
-    prompts = list(args.prompts) + (read_prompts(args.prompts_file) if args.prompts_file else [])
+    prompts = [as_text(word) for word in args.prompts] + (read_prompts(args.prompts_file) if args.prompts_file else [])
     if not prompts:
         raise InputError("no prompt was given: name one or more, or a --prompts-file")
     for i, prompt in enumerate(prompts):
@@ -120,7 +120,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     )  # fmt: skip
     if args.seed is not None and args.temperature == 0:
         warnings.warn("--seed has no effect at --temperature 0, the default", NoEffectWarning, stacklevel=2)
-    return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
+    return SamplingParams(stop=tuple(map(as_text, args.stop)), **{name: getattr(args, name) for name in names})
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -12,11 +12,14 @@ EXTRAS = {
 
 
 def why_missing(error: BaseException | None) -> str | None:
-    """What to install, where ``error`` or what it came from is the failed import of something in an extra."""
+    """What to install, where ``error`` or what it came from is the failed import of something in an extra; what its
+    own loading failed with, where it is installed."""
     while error is not None:
         package = (getattr(error, "name", None) or "").partition(".")[0]
         extra = next((extra for extra, names in EXTRAS.items() if package in names), None)
         if isinstance(error, ModuleNotFoundError) and extra is not None:
             return f"{package} is not installed: pip install 'hybridattn[{extra}]'"
+        if isinstance(error, ImportError) and extra is not None:
+            return f"{package} is installed and cannot be loaded: {error}"
         error = error.__cause__ or error.__context__
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 import warnings
@@ -17,6 +18,14 @@ def escape_unprintable() -> None:
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+
+
+def as_text(word: str) -> str:
+    """An argument of the command line whose bytes the locale could not read, read as UTF-8 if they are that."""
+    try:
+        return os.fsencode(word).decode()
+    except UnicodeError:
+        return word
 
 
 def is_unicode(stream: TextIO | None) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 def why_no_cuda() -> str | None:
     """The reason why ``cuda`` is refused, in one clause; None where it can be used."""
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # one of its libraries is missing, or has no room
+        return f"torch cannot be loaded: {error}"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     if not torch.cuda.is_available():

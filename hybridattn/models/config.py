@@ -235,6 +235,9 @@ def _refuse_unsupported(c: Mapping[str, Any], name: str) -> None:
             raise InputError(f"{name}: {key} {c[key]!r} is not supported")
     if c.get("mlp_bias"):
         raise InputError(f"{name}: mlp_bias=true is not supported")
+    for key in ("rope_parameters", "rope_scaling", "quantization_config"):
+        if c.get(key) and not isinstance(c[key], Mapping):
+            raise InputError(f"{name}: {key} must be an object, got {c[key]!r}")
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     partial = rope.get("partial_rotary_factor", c.get("partial_rotary_factor"))
     if partial is not None and partial != 1.0:
@@ -362,5 +365,7 @@ def _eos_union(*sources: Any) -> tuple[int, ...]:
     for source in sources:
         for token in source if isinstance(source, list | tuple) else [source]:
             if token is not None:
-                found[int(token)] = None
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise InputError(f"eos_token_id must be an id or a list of ids, got {source!r}")
+                found[token] = None
     return tuple(found)

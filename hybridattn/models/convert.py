@@ -6,6 +6,8 @@ import atexit
 import gc
 import hashlib
 import json
+import os
+import re
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ from hybridattn.models.gguf_tensors import check_places, check_tensors, check_wh
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the converted folder changes
 _SAMPLE_BYTES = 1 << 20
 _WORK = ".converting-"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _uncached: dict[str, tempfile.TemporaryDirectory[str]] = {}  # by key, until the process ends
 
 
@@ -90,6 +93,9 @@ def _convert_or_refuse(path: Path, work: Path, facts: GgufFacts, header: GgufHea
     except (InputError, OSError):  # a file that is refused, a disk that is full
         raise
     except Exception as error:  # whatever the libraries make of a file that is not what it says
+        refused = _OS_ERROR.search(str(error))
+        if refused is not None:  # by the system, which the libraries in Rust say in their own words: a full disk
+            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(work)) from error
         raise InputError(f"{path.name} cannot be converted: {type(error).__name__}: {_first_line(error)}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class LoadedModel:
     source: ModelSource
 
 
-def load(name: str, dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> LoadedModel:
+def load(name: str | os.PathLike[str], dtype: str = "fp32", device: str = "cpu", seed: int = 0) -> LoadedModel:
     """Loads a model.
 
     Parameters

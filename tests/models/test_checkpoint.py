@@ -74,6 +74,13 @@ def test_L07_an_index_must_name_shards_that_exist(tmp_path):
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/passwd", 3, None])
+def test_L07_an_index_must_name_files_beside_it(shard, tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard, "b": "b.safetensors"}}))
+    with pytest.raises(InputError, match=f"places tensor 'a' in {shard!r}, which is no name of a file beside it"):
+        Checkpoint(tmp_path)
+
+
 def test_L07_a_tensor_in_two_shards_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "two.safetensors")

@@ -66,7 +66,11 @@ def test_unknown_names_list_what_is_known(tmp_path):
     with pytest.raises(InputError, match=r"none\.gguf does not exist"):
         resolve(str(tmp_path / "none.gguf"))
     with pytest.raises(InputError, match=r"cannot read .*config\.json"):
-        resolve(str(tmp_path))
+        resolve(tmp_path)
+    with pytest.raises(InputError, match="model path 'aaa.*File name too long"):
+        resolve("a" * 5000)
+    with pytest.raises(InputError, match="model must be a name or a path, got 5"):
+        resolve(5)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):

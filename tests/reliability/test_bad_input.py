@@ -283,7 +283,7 @@ def test_a_head_size_that_no_kernel_has_is_refused_before_any_page_is_made(tiny)
 
 @pytest.mark.parametrize("model", [None, 3, object()])
 def test_a_model_of_another_kind_is_refused(model):
-    with pytest.raises(InputError, match="model must be a name or what hybridattn.models.load.load returned"):
+    with pytest.raises(InputError, match="model must be a name, a path or what hybridattn.models.load.load returned"):
         LLM(model)
 
 
