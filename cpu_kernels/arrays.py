@@ -46,6 +46,8 @@ class View:
         elif hasattr(array, "data_ptr"):
             if not array.is_cpu:
                 raise ValueError(f"{name} lives on {array.device}; the CPU kernels take host memory only")
+            if array.is_neg() or array.is_sparse:
+                raise ValueError(f"{name} is a negated view or sparse: its memory does not hold its values")
             self.pointer = array.data_ptr()
             size = array.element_size()
             self.shape, self.strides = tuple(array.shape), tuple([s * size for s in array.stride()])
@@ -174,8 +176,10 @@ def as_float32(name: str, array: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer (of any kind), or a sentence."""
+    """An integer (of any kind, no truth value), or a sentence."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}, expected an integer") from None
@@ -196,7 +200,10 @@ def integers(name: str, values: Any, dtype: type, ndim: int) -> np.ndarray:
     """Copy an integer argument (NumPy, torch, list) into a contiguous array of `dtype`; refuse floats and overflow."""
     if hasattr(values, "data_ptr") and not isinstance(values, np.ndarray):
         values = values.detach().cpu().numpy()
-    source = np.asarray(values)
+    try:
+        source = np.asarray(values)
+    except ValueError as error:  # NumPy's words for lists of several lengths
+        raise ValueError(f"{name} must hold integers in {ndim} axes, its rows have several lengths") from error
     if source.size == 0 and source.dtype.kind == "f":
         source = source.astype(np.int64)
     if source.dtype.kind not in "iu":

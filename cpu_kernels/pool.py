@@ -22,6 +22,7 @@ from collections import deque
 from typing import Any
 
 from cpu_kernels import topology
+from cpu_kernels.arrays import whole
 from cpu_kernels.codegen.fields import JOB_WORDS, MAX_NODES, Ctl, Fault
 from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.codegen.worker import EVERYBODY, FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
@@ -375,11 +376,9 @@ if hasattr(os, "register_at_fork"):
 def _choose_cpus(here: topology.Topology, num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:
     if cpus is None:
         return topology.worker_cpus(here, num_workers, reserve)
-    chosen = tuple(int(c) for c in cpus)
+    chosen = tuple(whole("cpus", c) for c in cpus)
     outside = [c for c in chosen if c not in here.allowed]
     if outside or not chosen:
         raise ValueError(f"cpus {list(chosen)} must be CPUs of the affinity mask {list(here.allowed)}")
-    count = len(chosen) if num_workers is None else num_workers
-    if count < 1:
-        raise ValueError(f"num_workers is {count}, expected at least 1")
+    count = len(chosen) if num_workers is None else topology.check_workers(num_workers)
     return tuple(chosen[i % len(chosen)] for i in range(count))

@@ -6,6 +6,11 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from cpu_kernels.arrays import whole
+
+MAX_WORKERS = 4096  # of a pool; what asks for more has mistaken something else for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +114,7 @@ def worker_cpus(topology: Topology, num_workers: int | None = None, reserve: int
     if reserve < 0:
         raise ValueError(f"reserve is {reserve}, expected 0 or more")
     sensible = max(1, topology.usable - reserve)
-    count = sensible if num_workers is None else num_workers
-    if count < 1:
-        raise ValueError(f"num_workers is {count}, expected at least 1")
+    count = sensible if num_workers is None else check_workers(num_workers)
     if count > sensible:
         warnings.warn(
             f"num_workers {count} is more than the {sensible} CPUs that this process can use beside {reserve} reserved "
@@ -120,6 +123,14 @@ def worker_cpus(topology: Topology, num_workers: int | None = None, reserve: int
         )
     free = topology.order[reserve:] or topology.order
     return tuple(_evenly(topology, free, count)[i % min(count, len(free))] for i in range(count))
+
+
+def check_workers(num_workers: Any) -> int:
+    """The number of a pool's threads, or a sentence."""
+    count = whole("num_workers", num_workers)
+    if not 1 <= count <= MAX_WORKERS:
+        raise ValueError(f"num_workers is {count}, expected at least 1 and at most {MAX_WORKERS}")
+    return count
 
 
 def _evenly(topology: Topology, free: tuple[int, ...], count: int) -> list[int]:

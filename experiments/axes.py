@@ -96,7 +96,10 @@ def _values(override: Override) -> tuple[str, ...]:
         return (f"{key}={override.get_value_element_as_str()}",)
     if not override.is_discrete_sweep():
         raise InputError(f"{override.input_line}: only lists, choice, range and glob can be swept")
-    return tuple(f"{key}={value}" for value in override.sweep_string_iterator())
+    values = tuple(f"{key}={value}" for value in override.sweep_string_iterator())
+    if not values:
+        raise InputError(f"{override.input_line} sweeps over no value at all")
+    return values
 
 
 def _text(values: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,8 +78,9 @@ def _check_hardware(config: DictConfig) -> None:
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
-    """Every value that a row depends on, by its dotted key."""
+    """Every value that a row depends on, by its dotted key; NaN and infinities as text, which JSON can hold."""
     found = _flat(OmegaConf.to_container(without_hydra(config), resolve=True))
+    found = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
     return {k: v for k, v in found.items() if not any(k == o or k.startswith(f"{o}.") for o in OUTSIDE)}
 
 

@@ -117,10 +117,11 @@ def summary(
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """The same rows as a table; a column of mixed types becomes text."""
+    """The same rows as a table; a column of mixed types, or of integers beyond 64 bits, becomes text."""
     table = pd.DataFrame(rows)
     for name in table.columns:
         kinds = {type(v) for v in table[name] if v is not None and v == v}
-        if len(kinds) > 1 and not kinds <= {int, float}:
+        wide = int in kinds and any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in table[name])
+        if wide or (len(kinds) > 1 and not kinds <= {int, float}):
             table[name] = [None if v is None or v != v else str(v) for v in table[name]]
     table.to_parquet(path, index=False)

@@ -22,6 +22,8 @@ def refuse(name: str, problem: str) -> NoReturn:
 def check_is_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         refuse(name, f"is a {type(tensor).__name__}, not a torch tensor")
+    if tensor.is_neg() or tensor.is_sparse:
+        refuse(name, "is a negated view or sparse: its memory does not hold its values")
 
 
 def check_head_dim(name: str, head_dim: int) -> None:
@@ -96,8 +98,10 @@ def device_integers(name: str, values: Any, device: torch.device) -> torch.Tenso
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer of any kind."""
+    """An integer of any kind, no truth value."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         refuse(name, f"{value!r} is not an integer")

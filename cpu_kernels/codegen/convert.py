@@ -175,7 +175,7 @@ EXP2 = (1.53659101e-04, 1.33981579e-03, 9.61838197e-03, 5.55033386e-02, 2.402264
 
 
 def exp2(x: Value) -> Value:
-    """``2**x`` for x <= 0 in vectors; exactly 0 below -126 and for -inf (a masked weight must vanish)."""
+    """``2**x`` for x <= 0 in vectors; exactly 0 below -126 and for -inf (a masked weight must vanish); NaN of NaN."""
     fn, kind = x.fn, x.kind
     ints = like(kind, I32)
     magic = 12582912.0  # 1.5 * 2**23: the sum's low mantissa bits are the rounded integer
@@ -185,7 +185,7 @@ def exp2(x: Value) -> Value:
     for c in EXP2[1:]:
         p = fma(p, f, fn.const(kind, c))
     power = ((shifted.bits(ints) + 127) << 23).bits(kind)
-    return (x > -126.0).select(p * power, 0.0)
+    return (x <= -126.0).select(fn.const(kind, 0.0), p * power)
 
 
 def log2(x: Value) -> Value:

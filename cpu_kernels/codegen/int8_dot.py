@@ -12,7 +12,7 @@ The error of a factor is at most step / 2, 2**-16 of the largest: far below that
 
 from __future__ import annotations
 
-from cpu_kernels.codegen.convert import max_over_lanes, vmax
+from cpu_kernels.codegen.convert import max_over_lanes, sum_over_lanes, vmax
 from cpu_kernels.codegen.emit import Function
 from cpu_kernels.codegen.frame import Frame, blocks_of
 from cpu_kernels.codegen.lines import Ahead, Edge, column_source, tiles_of
@@ -57,10 +57,11 @@ class Int8Dot:
     def store_query(self, k: Frame, g: Value, row: Value) -> None:
         f = k.f
         digits = k.q.at(g * (self.query_row + 64))
-        peak = f.var(V16F, 0.0)
+        peak, odd = f.var(V16F, 0.0), f.var(V16F, 0.0)
         with f.loop(0, k.dim, LANES) as d:
             x = f.call(V16F, "llvm.fabs.v16f32", f.load(V16F, row, d * 4))
             peak.set(vmax(x, peak.get()))
+            odd.set(odd.get() + (x - x))  # 0, or NaN for what is not finite: then the step is NaN, and so is the row
         top = max_over_lanes(peak.get())
         inverse = (top > 0.0).select(QUERY_RANGE / top, 0.0).splat(LANES)
         sums = [f.var(V16I, 0), f.var(V16I, 0)]
@@ -70,7 +71,7 @@ class Int8Dot:
             for number, digit in enumerate((high, whole - (high << 8))):
                 f.store(digit.cast("trunc", vec(LANES, I8)), digits, d + number * k.dim)
                 sums[number].set(sums[number].get() + digit)
-        f.store(top / QUERY_RANGE, digits, self.query_row)
+        f.store(top / QUERY_RANGE + sum_over_lanes(odd.get()), digits, self.query_row)
         for number, total in enumerate(sums):
             start = f.call(I32, "llvm.vector.reduce.add.v16i32", total.get()) * -128
             f.store(start, digits, self.query_row + 4 + 4 * number)

@@ -86,7 +86,7 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 def check_name(name: str) -> str:
     """The name of an experiment, which is that of a folder."""
-    if not name or Path(name).name != name:
+    if not name or Path(name).name != name or name == "..":
         raise InputError(f"name of an experiment must be a plain folder name, got '{name}'")
     return name
 

@@ -288,9 +288,11 @@ def test_K18_counts_left_in_a_workspace_do_not_matter(problem: Any) -> None:
     assert np.array_equal(out, want)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [("query", d) for d in ("fp32", "bf16", "fp16", "int8", "fp8")] + [("key", d) for d in ("fp32", "bf16", "fp16")],
+)
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("place", ["query", "key"])
 def test_what_overflowed_upstream_is_nan_and_no_empty_row(dtype, backend, place):
     """In the row that meets it alone; a maximum that passes NaN over would make a row of zeros of it."""
     if backend == "torch":

@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -20,7 +21,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import OmegaConf
 
+from experiments.composed import plain_values
 from experiments.run import main
 from experiments.wording import quoted
 from hybridattn.analysis.results import ResultFolder
@@ -291,6 +294,16 @@ def test_an_interrupt_amid_a_point_leaves_no_failed_row_whatever_it_becomes(tmp_
     assert rows(tmp_path) == []
 
 
+def test_numbers_that_json_and_tables_have_no_place_for_are_swept(tmp_path, run):
+    """Infinity is no JSON, and a table's integers have 64 bits."""
+    wide = 10**25
+    assert run(f"+settings.divisor=1,{wide}") == 0
+    assert list(pd.read_parquet(latest(tmp_path) / "rows.parquet")["divisor"]) == ["1", str(wide)]
+    assert plain_values(OmegaConf.create({"settings": {"x": math.inf, "y": math.nan}})) == {
+        "settings.x": "inf", "settings.y": "nan",
+    }  # fmt: skip
+
+
 def test_what_cannot_be_drawn_is_said_and_is_no_success(tmp_path, run, capsys, monkeypatch):
     monkeypatch.setattr("experiments.finish.write_parquet", lambda rows, path: 1 / 0)
     assert run("+settings.divisor=1") == 1
@@ -318,6 +331,8 @@ def test_what_cannot_be_drawn_is_said_and_is_no_success(tmp_path, run, capsys, m
         (("policy.options.cpu_fraction=0.1,1", "policy=gpu_only"), "policy gpu_only has no option 'cpu_fraction'"),
         (("+settings.place=x", "hardware=a10"), "hardware=a10 would change nothing: divide names machine and model in"),
         (("repeats=0",), "repeats must be at least 1"),
+        (("+settings.divisor=range(0)",), "+settings.divisor=range(0) sweeps over no value at all"),
+        (("name=..",), "name of an experiment must be a plain folder name, got '..'"),
         (("hardware=t4=3",), "mismatched input"),
         (("name=",), "no experiment was chosen"),
     ],
