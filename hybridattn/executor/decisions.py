@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from hybridattn.core.device import Future
 from hybridattn.core.errors import StallError
+from hybridattn.core.params import as_number
 from hybridattn.core.stages import Batch, CpuRow, MicroBatch
 from hybridattn.executor.shared import Shared
 from hybridattn.executor.submission import Submitter
+from hybridattn.policies.answers import refused, whole_numbers
 from hybridattn.policies.base import Decision, DispatchView, LayerView
 
 
@@ -50,9 +52,10 @@ class Decisions:
     def dispatch(self, idle: Sequence[CpuRow], batch: Batch | None) -> list[MicroBatch]:
         """New micro-batches at layer 0, of the sizes that the policy names and the slabs have room for."""
         in_flight = self._in_flight
-        sizes = self._policy.dispatch(self._dispatch_view(idle, batch))
+        answer = self._policy.dispatch(self._dispatch_view(idle, batch))
+        sizes = [n for n in whole_numbers(self._policy, "dispatch", "a tuple of sizes", answer) if n]
         if not sizes and batch is None and not in_flight.micro_batches:
-            sizes = (len(idle),)  # else nothing would ever happen
+            sizes = [len(idle)]  # else nothing would ever happen
         dispatched: list[MicroBatch] = []
         rest = list(idle)
         for size in sizes:
@@ -113,6 +116,8 @@ class Decisions:
         ready = self._poll(micro_batch)
         at = self._where(layer, self._stats.gpu_tokens)
         decision = self._policy.ask(micro_batch, at)
+        if not isinstance(decision, Decision):
+            raise refused(self._policy, "ask", "a Decision", decision)
         if decision is Decision.DETOUR:
             self._apart.append(micro_batch)
             return False
@@ -160,7 +165,9 @@ class Decisions:
         number = None if policy.no_detour(at) else policy.detour(in_flight.micro_batches, at)
         if number is None:
             return None
-        one = in_flight.by_number[number]
+        one = next((c for c in in_flight.micro_batches if c.number == number), None)
+        if one is None:
+            raise refused(policy, "detour", "the number of a micro-batch in flight", number)
         return one if one.ready or self._wait(one, at) else None
 
     def _look_around(self, after: int) -> bool:
@@ -209,6 +216,8 @@ class Decisions:
         predictions, and so no times, the wait may be the stream's."""
         self._stats.waits += 1
         max_wait_ns, future = self._policy.max_wait_ns(micro_batch, at), micro_batch.future
+        if not (max_wait_ns is None or isinstance(max_wait_ns, int) or as_number(max_wait_ns) is not None):
+            raise refused(self._policy, "max_wait_ns", "nanoseconds or None", max_wait_ns)
         if max_wait_ns is None or max_wait_ns >= self._timeout_ns:
             if not self._forecast.predicts and self._device.waits_for(future, self._timeout_ns):
                 return True  # the card's stream waits, and the driver goes on

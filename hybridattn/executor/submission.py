@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from hybridattn.core.device import Future, PassDevice
-from hybridattn.core.op import Op
+from hybridattn.core.op import SKIPPED, WAITED, Op
 from hybridattn.core.request import Request
 from hybridattn.core.stages import GPU_TIER, Batch, MicroBatch, RequestLike, Sampled, Segment
 from hybridattn.executor.shared import Shared
+from hybridattn.policies.answers import refused
 
 Sampling = tuple[Future, tuple[Segment, ...], tuple[MicroBatch, ...]]  # a last stage, and whose tokens it brings
 
@@ -135,14 +136,14 @@ class Submitter:
         after: tuple[Future, ...],
     ) -> Future:  # fmt: skip
         """``linear`` and all that ``_send_qkv`` does in one call of the device."""
-        in_flight, stages, priority_of = self._in_flight, self._stages, self._policy.priority_of
+        in_flight, stages = self._in_flight, self._stages
         ups = [(c.future, self._leave(c)) for c in micro_batches] if layer >= 0 else []
         linear = stages.linear(layer, batch, micro_batches)
         stay = in_flight.alive(micro_batches)
         downs = []
         for c in stay:
             in_flight.wait_at(layer + 1, c)
-            downs.append((stages.send_qkv(c), stages.cpu_attention(c, priority_of(c.number))))
+            downs.append((stages.send_qkv(c), stages.cpu_attention(c, self._priority(c))))
         future, attended = device.submit_pass(ups, linear, after, downs)
         now_ns = device.now_ns()
         for c, c.future in zip(stay, attended, strict=True):
@@ -153,13 +154,20 @@ class Submitter:
     def _send_qkv(self, micro_batches: Sequence[MicroBatch], layer: int, made: Future) -> None:
         """q, k, v of micro-batches go down and their attention of ``layer`` is queued behind the copies."""
         device, in_flight, stages, forecast = self._device, self._in_flight, self._stages, self._forecast
-        submit, priority_of = device.submit, self._policy.priority_of
+        submit = device.submit
         for micro_batch in in_flight.alive(micro_batches):
             in_flight.wait_at(layer, micro_batch)
             micro_batch.submitted_ns = now_ns = device.now_ns()
             self._last_down = down = submit(stages.send_qkv(micro_batch), (made,))
-            micro_batch.future = submit(stages.cpu_attention(micro_batch, priority_of(micro_batch.number)), (down,))
+            micro_batch.future = submit(stages.cpu_attention(micro_batch, self._priority(micro_batch)), (down,))
             forecast.sent(micro_batch, now_ns)
+
+    def _priority(self, micro_batch: MicroBatch) -> int:
+        """The class of its ops on the cpu.attention lane."""
+        priority = self._policy.priority_of(micro_batch.number)
+        if priority not in (WAITED, SKIPPED):
+            raise refused(self._policy, "priority_of", f"{WAITED} (waited for) or {SKIPPED}", priority)
+        return priority
 
     def move(self, request: Request, source: str, blocks: Sequence[int], tokens: int) -> Future:
         """K,V of ``tokens`` tokens of a request goes from ``blocks`` of tier ``source`` to its arriving pages on the

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridattn.core.errors import InputError
 from hybridattn.core.op import SKIPPED
+from hybridattn.core.params import as_number
 from hybridattn.core.records import LayoutRecord
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
 from hybridattn.cost.costs import Costs
@@ -230,6 +231,7 @@ class Policy:
     moves_block = False
     costs: Costs | None = None
     choices: Collection[LayoutRecord] = ()
+    cpu_fraction: float | None = None
 
     def __init_subclass__(cls) -> None:
         """A hook that is defined must be declared, and nothing may have a name of earlier versions."""
@@ -237,6 +239,8 @@ class Policy:
         for old, new in MEMBERS.items():
             if old in cls.__dict__:
                 raise InputError(f"policy class {cls.__name__}: '{old}' is {new} now")
+        if not isinstance(cls.hooks, frozenset | set):
+            raise InputError(f"policy class {cls.__name__}: hooks must be a set of names, got {cls.hooks!r}")
         unknown = sorted(cls.hooks - HOOKS)
         if unknown:
             raise InputError(f"policy class {cls.__name__}: hook '{unknown[0]}' is none of {', '.join(sorted(HOOKS))}")
@@ -248,13 +252,14 @@ class Policy:
             )
 
     def __init__(self, cpu_fraction: float | None = None) -> None:
-        if cpu_fraction is not None and not (isinstance(cpu_fraction, int | float) and 0.0 <= cpu_fraction <= 1.0):
-            raise InputError(f"cpu_fraction must lie in 0..1, got {cpu_fraction}")
-        if cpu_fraction and CPU_TIER not in self.tiers:
+        share = None if cpu_fraction is None else as_number(cpu_fraction)
+        if cpu_fraction is not None and (share is None or not 0.0 <= share <= 1.0):
+            raise InputError(f"cpu_fraction must lie in 0..1, got {cpu_fraction!r}")
+        if share and CPU_TIER not in self.tiers:
             raise InputError(
                 f"cpu_fraction {cpu_fraction} asks for the CPU tier, which policy '{self.name}' does not use"
             )
-        self.cpu_fraction = cpu_fraction
+        self.cpu_fraction = share
 
     @property
     def steps_by_layout(self) -> dict[str, int]:

@@ -10,9 +10,11 @@ The page of a request's newest token is always hot. How many pages may or should
 from __future__ import annotations
 
 from hybridattn.core.config import EngineConfig
+from hybridattn.core.params import as_integer
 from hybridattn.core.request import Request
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, Batch
 from hybridattn.kv.manager import KVManager
+from hybridattn.policies.answers import refused
 from hybridattn.policies.base import ColdView, Policy
 from hybridattn.scheduler.queues import Queues
 
@@ -94,6 +96,8 @@ class ColdPages:
         """What the policy says of the requests that run on the GPU tier, beside a new one of ``more`` pages."""
         running = [len(r.pages) for r in self._queues.running if r.tier == GPU_TIER]
         total = self._kv.pools[GPU_TIER].num_blocks
-        return self._policy.cold_pages(
-            ColdView(len(running) + (more > 0), sum(running) + more, cold, total, self._page)
-        )
+        view = ColdView(len(running) + (more > 0), sum(running) + more, cold, total, self._page)
+        bounds = self._policy.cold_pages(view)
+        if not isinstance(bounds, tuple | list) or [as_integer(n) is None for n in bounds] != [False, False]:
+            raise refused(self._policy, "cold_pages", "two numbers of pages", bounds)
+        return bounds[0], bounds[1]

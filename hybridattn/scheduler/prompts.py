@@ -12,9 +12,11 @@ from functools import partial
 
 from hybridattn.core.config import EngineConfig
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import as_integer
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import CPU_TIER, GPU_TIER, TIERS, CpuRow, Segment
 from hybridattn.kv.manager import KVManager
+from hybridattn.policies.answers import refused
 from hybridattn.policies.base import Policy, PromptView, RequestView, TierView
 from hybridattn.scheduler.cold_pages import ColdPages
 from hybridattn.scheduler.queues import Queues
@@ -166,7 +168,10 @@ class Prompts:
             tuple([(s.num_tokens, s.start + s.num_tokens) for s in segments]),
             tuple([row.position + 1 for row in idle]),
         )
-        return self._policy.prompts(view)
+        wanted = as_integer(answer := self._policy.prompts(view))
+        if wanted is None or wanted < 0:
+            raise refused(self._policy, "prompts", "how many prompts to read", answer)
+        return wanted
 
     def _candidates(self, budget: int) -> tuple[int, ...]:
         """Tokens of the next prompts that the CPU tier has room for, cut to what one step can read.

@@ -23,6 +23,7 @@ from hybridattn.core.errors import CapacityError, StallError
 from hybridattn.core.request import Request, State
 from hybridattn.core.stages import GPU_TIER, Batch, CpuRow, Segment
 from hybridattn.kv.manager import KVManager, Move
+from hybridattn.policies.answers import tiers_of
 from hybridattn.policies.base import Policy
 from hybridattn.scheduler.cold_pages import ColdPages
 from hybridattn.scheduler.finish import Finish
@@ -76,7 +77,7 @@ class Scheduler:
     def refuse_impossible(self, request: Request) -> None:
         """CapacityError when no tier that the policy allows could ever hold the request."""
         need, pools = self._kv.need_at_most(request), self._kv.pools
-        tiers = self._policy.allowed(request.index)
+        tiers = tiers_of(self._policy, self._policy.allowed(request.index))
         if self._cold_pages.wanted and pools[GPU_TIER].num_blocks and need <= sum(p.num_blocks for p in pools.values()):
             return
         if all(need > pools[tier].num_blocks for tier in tiers):

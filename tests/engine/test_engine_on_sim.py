@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from held_pages import check_pages
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from toy_stages import ToyStages, reference
 
 from hybridattn.core.config import EngineConfig
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import CPU
 from hybridattn.core.trace import violations
 from hybridattn.devices.sim import SimDevice
@@ -247,3 +249,37 @@ def test_ready_micro_batches_at_one_layer_share_a_detour():
     engine.executor.stages.linear = watched
     assert serve(engine, jobs) == [reference(prompt, count, LAYERS) for prompt, count in jobs]
     assert shared and set(shared) == {(None, 2)}
+
+
+class Answering(TwoByTwo):
+    """Gives one answer of its own."""
+
+    hooks = frozenset({"detour", "prompts"})
+
+    def __init__(self, hook, answer):
+        super().__init__(None if hook == "prompts" else 2 / 3)
+        setattr(self, hook, lambda *args: answer)
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "expected"),
+    [
+        ("allowed", ("disk",), "tiers of gpu, cpu, got ('disk',)"),
+        ("dispatch", None, "a tuple of sizes, got None"),
+        ("dispatch", (2, -1), "a tuple of sizes, got (2, -1)"),
+        ("ask", "join", "a Decision, got 'join'"),
+        ("detour", 10**6, "the number of a micro-batch in flight, got 1000000"),
+        ("priority_of", 2, "0 (waited for) or 1, got 2"),
+        ("prompts", -1, "how many prompts to read, got -1"),
+    ],
+)
+def test_an_answer_of_a_policy_that_makes_no_sense_is_refused_by_the_name_of_its_hook(hook, answer, expected):
+    jobs = [([7] * 5, 20), ([8] * 5, 20), ([9] * 5, 20)]
+    with pytest.raises(InputError, match=re.escape(f"'async_overlap': {hook}() must return {expected}")):
+        serve(build(Answering(hook, answer), 3, gpu_blocks=2 if hook == "prompts" else 20, cpu_blocks=20), jobs)
+
+
+def test_sizes_of_zero_dispatch_nothing_and_end_in_no_endless_loop():
+    engine = build(Answering("dispatch", (0,)), 3, gpu_blocks=20, cpu_blocks=20)
+    jobs = [([7] * 5, 9), ([8] * 5, 9), ([9] * 5, 9)]
+    assert serve(engine, jobs) == [reference(prompt, count, LAYERS) for prompt, count in jobs]

@@ -28,6 +28,12 @@ def test_an_unknown_hook_is_refused():
         type("Mine", (Policy,), {"hooks": frozenset({"launch"})})
 
 
+@pytest.mark.parametrize("hooks", [None, "detour", ["detour"]])
+def test_hooks_that_are_no_set_are_refused(hooks):
+    with pytest.raises(InputError, match="policy class Mine: hooks must be a set of names, got "):
+        type("Mine", (Policy,), {"hooks": hooks})
+
+
 def test_hooks_are_inherited():
     assert type("Mine", (POLICIES["cpu_only"],), {"detour": lambda self, micro_batches, at: None}).hooks == {"detour"}
 

@@ -215,3 +215,11 @@ def test_a_page_counts_for_its_new_tier_only_once_its_copy_has_ended(monkeypatch
     monkeypatch.setattr(Moves, "add", lambda moves, future, done: done())
     with pytest.raises(DeviceError, match="failed"):
         serve(build(Split(), gpu=6, cpu=16), jobs)
+
+
+@pytest.mark.parametrize("answer", [None, 3, (1,), ("a", "b"), (0.5, 2)])
+def test_cold_pages_that_are_no_two_numbers_are_refused(answer):
+    policy = Mixed()
+    policy.cold_pages = lambda view: answer
+    with pytest.raises(InputError, match=r"cold_pages\(\) must return two numbers of pages, got "):
+        serve(build(policy), jobs_of(1))
