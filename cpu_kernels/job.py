@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from numbers import Real
 from typing import Any, Protocol
 
 from cpu_kernels.codegen.fields import JOB_WORDS, Fault
 from cpu_kernels.codegen.fields import Job as Word
 from cpu_kernels.pool_state import SLICE_S
 
+FOREVER_S = 1e9  # 32 years
 POLLS_PER_LOOK = 512  # a poll costs less than a look at the workers' threads
 _DONE = int(Word.DONE)  # a plain integer: enum members cost time on each submit
 
@@ -81,7 +83,9 @@ class Job:
         WorkerError
             The job's own error (`JobCancelled`, `PoolClosed`).
         """
-        limit = time.monotonic() + timeout_s
+        if not isinstance(timeout_s, Real) or timeout_s != timeout_s:
+            raise TypeError(f"timeout_s is {timeout_s!r}, expected a number of seconds")
+        limit = time.monotonic() + min(timeout_s, FOREVER_S)
         while not self.done():
             left = limit - time.monotonic()
             if left <= 0:

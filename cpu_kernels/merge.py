@@ -60,7 +60,10 @@ def merge_states(
     ValueError, TypeError
         If there are no parts, shapes or dtypes differ, or a result cannot be written.
     """
-    if not outs or len(outs) != len(lses):
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not hasattr(parts, "__len__"):
+            raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
+    if not len(outs) or len(outs) != len(lses):
         raise ValueError(f"merge_states got {len(outs)} outs and {len(lses)} lses; expected as many, at least one")
     first = View("outs[0]", outs[0])
     if len(first.shape) != 3:

@@ -19,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from cpu_kernels import topology
@@ -159,7 +160,10 @@ class WorkerPool:
             raise ValueError(f"priority is {priority}, expected 0 or 1")
         if fault not in _FAULTS:
             raise ValueError(f"fault is {fault!r}, expected None, 'raise' or 'hang'")
-        native = plan.native
+        try:
+            native = plan.native
+        except AttributeError:
+            raise TypeError(f"plan must be a DecodePlan, got {type(plan).__name__}") from None
         index, sequence = self._take_descriptor()
         space = native.take()
         try:
@@ -376,6 +380,8 @@ if hasattr(os, "register_at_fork"):
 def _choose_cpus(here: topology.Topology, num_workers: int | None, cpus: Any, reserve: int) -> tuple[int, ...]:
     if cpus is None:
         return topology.worker_cpus(here, num_workers, reserve)
+    if not isinstance(cpus, Iterable):
+        raise TypeError(f"cpus is {cpus!r}, expected a sequence of CPU numbers")
     chosen = tuple(whole("cpus", c) for c in cpus)
     outside = [c for c in chosen if c not in here.allowed]
     if outside or not chosen:

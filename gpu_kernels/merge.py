@@ -94,7 +94,7 @@ def merge_states(
     base2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_state` over any number of parts, from the first to the last; a single part is copied."""
-    if not outs or len(outs) != len(lses):
+    if not len(outs) or len(outs) != len(lses):
         refuse("outs", f"{len(outs)} parts and {len(lses)} LSEs; at least one part and as many LSEs are needed")
     total, sums = outs[0].clone(), lses[0].clone()
     others = list(zip(outs[1:], lses[1:], strict=True)) or [(outs[0], torch.full_like(sums, -math.inf))]

@@ -61,6 +61,13 @@ def test_kinds_are_kept() -> None:
     assert bits.dtype == np.uint16
 
 
+def test_parts_may_come_stacked() -> None:
+    stacked = np.stack([FULL[0], EMPTY[0]]), np.stack([FULL[1], EMPTY[1]])
+    assert equal(ck.merge_states(*stacked), FULL)
+    with pytest.raises(TypeError, match="outs must be a sequence of arrays, got NoneType"):
+        ck.merge_states(None, None)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="expected as many, at least one"):
         ck.merge_states([], [])

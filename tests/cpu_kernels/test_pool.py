@@ -583,3 +583,21 @@ def test_a_job_that_is_given_up_ends_with_an_error_and_keeps_what_its_worker_use
         other = pool.submit(plan, p.q, out)
         other.wait(10)
         assert other._index != job._index and np.array_equal(out, p.run()[0])
+
+
+@pytest.mark.parametrize("timeout", [None, "1", float("nan")])
+def test_a_wait_for_no_number_of_seconds_is_refused(problem: Any, one: Any, timeout: Any) -> None:
+    p = problem([33])
+    job = one.submit(p.plan(), p.q, p.out, p.lse)
+    with pytest.raises(TypeError, match="timeout_s is .*, expected a number of seconds"):
+        job.wait(timeout)
+    job.wait(1e300)
+    job.wait(-1)  # it has ended
+
+
+def test_what_is_no_plan_and_no_sequence_of_cpus_is_refused(problem: Any, one: Any) -> None:
+    p = problem([33])
+    with pytest.raises(TypeError, match="plan must be a DecodePlan, got NoneType"):
+        one.submit(None, p.q, p.out, p.lse)
+    with pytest.raises(TypeError, match="cpus is 0, expected a sequence of CPU numbers"):
+        ck.WorkerPool(cpus=0)

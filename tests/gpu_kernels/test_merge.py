@@ -99,3 +99,9 @@ def test_refuses(device: torch.device) -> None:
         merge_states([], [])
     with pytest.raises(ValueError, match="lse_b: strides"):
         merge_state(a, lse_a, b, lse_b.T.contiguous().T)
+
+
+def test_parts_may_come_stacked(device: torch.device) -> None:
+    outs, lses = parts(2, device)
+    one_by_one, stacked = merge_states(outs, lses), merge_states(torch.stack(outs), torch.stack(lses))
+    assert all(torch.equal(a, b) for a, b in zip(one_by_one, stacked, strict=True))
