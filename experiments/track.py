@@ -7,6 +7,7 @@ sink                                            |--wandb--| at most timeout_s, t
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import signal
@@ -32,6 +33,8 @@ def check(tracker: Any) -> None:
             f"tracker '{tracker.name}' in mode '{tracker.mode}': trackers are {', '.join(NAMES)}, "
             f"modes {', '.join(MODES)}"
         )
+    if not 0 < tracker.timeout_s < math.inf:
+        raise InputError(f"tracker.timeout_s must be a positive number of seconds, got {tracker.timeout_s}")
 
 
 def track(folder: ResultFolder, tracker: Any, console: Console) -> bool:

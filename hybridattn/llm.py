@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from hybridattn.core.config import PAGE_SIZES, EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.interrupts import interrupts_held
-from hybridattn.core.params import NoEffectWarning, SamplingParams
+from hybridattn.core.params import NoEffectWarning, SamplingParams, as_number
 from hybridattn.core.provenance import git_commit
 from hybridattn.core.records import RunRecords
 from hybridattn.core.stages import CPU_TIER, GPU_TIER
@@ -41,6 +41,7 @@ from hybridattn.planning.planner import Planner
 from hybridattn.policies.base import Policy
 
 _IMPATIENT_S = 1.0  # for lanes to end after a second Ctrl-C
+_FOREVER_S = 1e9  # 32 years: as long as any wait needs to be
 GPU_TOKENS, CPU_TOKENS = 4096, 8192  # that the tiers hold unless told otherwise
 LATEST_SPANS = 16_384  # some 4 MB: about a hundred steps of a model with 30 layers
 
@@ -142,7 +143,8 @@ class LLM:
     ) -> None:
         if not isinstance(record, int) or record < 0:
             raise InputError(f"record must be True, False or a number of spans of at least 0, got {record!r}")
-        options = dict(policy_options or {})
+        options = _options("policy_options", policy_options)
+        of_device = _options("device_options", device_options)
         if cpu_fraction is not None:
             options["cpu_fraction"] = cpu_fraction
         choice = PolicyChoice(policy, options, profile)
@@ -158,7 +160,7 @@ class LLM:
         try:
             with interrupts_held:  # or an interrupt would leave threads behind that nobody knows
                 close_abandoned()
-                self.device = open_device(device, record=record, **(device_options or {}))
+                self.device = open_device(device, record=record, **of_device)
             where = getattr(self.device, "torch_device", "cpu")
             self.model = load(model, dtype=dtype, device=where) if isinstance(model, str | os.PathLike) else model
             if not hasattr(self.model, "weights"):
@@ -430,6 +432,14 @@ def _blocks(given: int | None, tokens: int, page_size: int) -> int:
 
 
 def _nanoseconds(name: str, seconds: Any) -> int:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    number = as_number(seconds)
+    if number is None or not 0 < number < math.inf:
         raise InputError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    return max(1, int(seconds * 1e9))
+    return max(1, int(min(number, _FOREVER_S) * 1e9))
+
+
+def _options(name: str, given: Any) -> dict[str, Any]:
+    """A copy of a dict by names; None is an empty one."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        raise InputError(f"{name} must be a dict of names and values, got {given!r}")
+    return dict(given or {})

@@ -47,6 +47,7 @@ class ControlSettings(ServeSettings):
     tokenizers: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sharing not in LAYOUTS:
             raise InputError(f"settings.sharing must be one of {', '.join(LAYOUTS)}, got '{self.sharing}'")
         if self.load is not None and self.load <= 0:

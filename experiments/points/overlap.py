@@ -33,6 +33,10 @@ class OverlapSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
             raise InputError(f"settings.fraction must lie in 0..1, got {self.fraction}")
+        if self.rows < 1 or self.context < 1:
+            raise InputError(
+                f"settings.rows and settings.context must be at least 1, got {self.rows} and {self.context}"
+            )
 
 
 @experiment(OverlapSettings)

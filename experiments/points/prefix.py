@@ -35,6 +35,7 @@ class PrefixSettings(ServeSettings):
     output: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(self, prefix=1, requests=1, own=1, output=1)
 
 

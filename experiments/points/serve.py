@@ -10,7 +10,7 @@ from experiments.build import cost_of, costs_of, kv_room, policy_of, sim_device,
 from experiments.machines import TIMEOUT_NS
 from experiments.schema import App
 from experiments.settings import experiment
-from hybridattn.core.config import EngineConfig
+from hybridattn.core.config import PAGE_SIZES, EngineConfig
 from hybridattn.core.errors import InputError
 from hybridattn.core.records import RequestRecord, RunRecords
 from hybridattn.core.trace import Trace
@@ -63,6 +63,11 @@ class ServeSettings:
     drop_first: float = 0.0
     limit: int | None = None
     time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise InputError(f"settings.page_size must be one of {sizes}, got {self.page_size}")
 
 
 @experiment(ServeSettings)

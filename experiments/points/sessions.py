@@ -46,6 +46,7 @@ class SessionSettings(ServeSettings):
     cpu_tokens: int = 4096
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.context not in NAMES:
             raise InputError(f"settings.context must be one of {', '.join(NAMES)}, got '{self.context}'")
 

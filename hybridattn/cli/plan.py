@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         _refuse_others(args, "--check prints one fixed setting and", ("check",))
         print(textbook_check())
         return 0
-    if args.search:
+    if args.search is not None:
         _refuse_others(args, "--search says model, context and requests itself and", SEARCHED)
         return _search(args)
     if args.prices:

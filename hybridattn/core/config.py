@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from hybridattn.core.errors import InputError
+from hybridattn.core.params import as_integer
 from hybridattn.core.stages import CPU_TIER, TIERS
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -56,9 +57,10 @@ class EngineConfig:
         for f in fields(self):
             if f.name in ("pause_tier", "share_prefixes"):
                 continue
-            value = getattr(self, f.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"{f.name} must be an integer, got {value!r}")
+            value = as_integer(given := getattr(self, f.name))
+            if value is None:
+                raise InputError(f"{f.name} must be an integer, got {given!r}")
+            object.__setattr__(self, f.name, value)
         if self.page_size not in PAGE_SIZES:
             raise InputError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "run_ahead", "op_timeout_ns"):

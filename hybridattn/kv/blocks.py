@@ -32,14 +32,16 @@ class BlockPool:
             raise InputError(
                 f"{tier} pool: num_blocks must be >= 0 and page_size >= 1, got {num_blocks} and {page_size}"
             )
+        try:
+            self._free, self._holders = list(range(num_blocks - 1, -1, -1)), [0] * num_blocks
+        except (MemoryError, OverflowError) as error:
+            raise InputError(f"{tier} pool: this machine has too little memory to list {num_blocks} blocks") from error
         self.tier = tier
         self.num_blocks = num_blocks
         self.page_size = page_size
         self.released: list[int] = []
         self.on_forget: Callable[[int, bytes], None] = lambda page, name: None
-        self._free = list(range(num_blocks - 1, -1, -1))
         self._unheld: dict[int, None] = {}  # free pages with a name, those that were given back first in front
-        self._holders = [0] * num_blocks
         self._names: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
 

@@ -51,7 +51,8 @@ class Wanted:
             raise InputError(f"--search: '{text}' has a number that cannot be read") from error
         wanted = Wanted(shape(model), tokens, rows, ms)
         if min(tokens, rows) < 1 or ms == 0:
-            raise InputError(f"--search asks for {rows} requests of {tokens} tokens within {ms} ms a token")
+            within = "" if ms is None else f" within {ms:g} ms a token"
+            raise InputError(f"--search asks for {rows} requests of {tokens} tokens{within}; each must be above 0")
         if wanted.context > wanted.shape.max_model_len:
             raise InputError(
                 f"a context of {wanted.context:,} tokens exceeds the {wanted.shape.max_model_len:,} that "

@@ -48,8 +48,11 @@ class Gamma:
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         gaps = rng.gamma(self.burstiness, 1e9 / (self.rate_per_s * self.burstiness), max(0, count - 1))
+        since_first = np.cumsum(gaps)
+        if count > 1 and not since_first[-1] < 2.0**63:
+            raise InputError(f"rate_per_s {self.rate_per_s} puts {count} arrivals over more than 292 years")
         times = np.zeros(count, dtype=np.int64)
-        times[1:] = np.cumsum(gaps)
+        times[1:] = since_first
         return times
 
 

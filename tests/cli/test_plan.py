@@ -110,6 +110,7 @@ def test_a_search_prints_the_machine_and_why_no_cheaper_one(capsys, tmp_path):
         (["--cores", "0"], "cores must be at least 1, got 0"),
         (["--prices", "p.json"], "--prices rank the machines of --search"),
         (["--search", "llama3.1-8b 10 x 1", "--context", "5"], "takes no --context"),
+        (["--search", ""], "--search reads 'MODEL CONTEXT x REQUESTS, tpot <= TIME ms', got ''"),
         (
             ["--search", "llama3.1-8b 10 x 1", "--prices", "none.json"],
             "none.json is no JSON object of names and numbers",

@@ -215,7 +215,7 @@ def test_E16_max_tokens_is_cut_to_the_room_that_is_left(tiny, prompt, asked, got
         ({"device_options": {"speed": 3}}, "device 'host' has no option 'speed'; it has gpu_memory_bytes"),
         ({"backend": "nonsense"}, "backend 'nonsense' is unknown; known: native, torch, ipex"),
         ({"backend": "ipex"}, "backend 'ipex' needs intel_extension_for_pytorch"),
-        ({"cpu_fraction": "half"}, "cpu_fraction must lie in 0..1, got half"),
+        ({"cpu_fraction": "half"}, "cpu_fraction must lie in 0..1, got 'half'"),
         ({"dtype": "fp8"}, "dtype must be fp32 or bf16 on device 'host', got 'fp8'"),
         ({"dtype": "fp16"}, "dtype must be fp32 or bf16 on device 'host', got 'fp16'"),
         ({"max_model_len": 10**9}, "max_model_len 1000000000 exceeds the"),

@@ -12,6 +12,8 @@ from hydra import compose, initialize_config_dir
 from experiments.build import cost_of, policy_of, pricing_of
 from experiments.composed import app_of
 from experiments.points import decode
+from experiments.points.overlap import OverlapSettings
+from experiments.points.serve import ServeSettings
 from experiments.run import main
 from experiments.schema import App, Device
 from hybridattn.core.errors import InputError
@@ -230,3 +232,15 @@ def test_every_hardware_file_prices_a_model(name):
 def test_every_file_of_a_group_composes(group):
     for name in names(group):
         app_of(composed(f"+debug={name}" if group == "debug" else f"{group}={name}"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ServeSettings(page_size=0), "settings.page_size must be one of 16, 32, 64, 128, got 0"),
+        (lambda: OverlapSettings(rows=0), "settings.rows and settings.context must be at least 1, got 0 and 1000"),
+    ],
+)
+def test_settings_of_nothing_are_refused(make, message):
+    with pytest.raises(InputError, match=message):
+        make()

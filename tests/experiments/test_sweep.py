@@ -322,6 +322,7 @@ def test_what_cannot_be_drawn_is_said_and_is_no_success(tmp_path, run, capsys, m
         (("+settings.divisor=1,two",), "Value 'two' of type 'str' could not be converted to Integer (at divisor)"),
         (("point=my_points:nothing",), "point 'my_points:nothing' cannot be imported"),
         (("tracker.name=mlflow",), "tracker 'mlflow'"),
+        (("tracker.timeout_s=nan",), "tracker.timeout_s must be a positive number of seconds, got nan"),
         (("hydra/launcher=nonsense",), "(is its plugin installed? pip install hydra-nonsense-launcher)"),
         (("hardware.gpus=2", "device=host"), "hardware.gpus=2 is for the device sim: on host it is hardware=here"),
         (("device=host",), "T4 is for the device sim: on host it is hardware=here, this machine as it is"),

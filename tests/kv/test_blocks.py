@@ -40,6 +40,12 @@ def test_a_block_cannot_be_freed_twice():
     assert pool.num_free == 3
 
 
+@pytest.mark.parametrize("blocks", [2**60, 2**70])
+def test_more_blocks_than_can_be_listed_are_refused(blocks):
+    with pytest.raises(InputError, match=f"gpu pool: this machine has too little memory to list {blocks} blocks"):
+        BlockPool("gpu", blocks, 16)
+
+
 def test_blocks_for_rounds_up():
     assert [blocks_for(n, 16) for n in (0, 1, 16, 17, 33)] == [0, 1, 1, 2, 3]
 

@@ -281,7 +281,7 @@ def test_rows_of_the_cpu_tier_are_all_served_in_time():
     [
         ("llama3.1-8b 8192", "--search reads 'MODEL CONTEXT x REQUESTS, tpot <= TIME ms', got 'llama3.1-8b 8192'"),
         ("gpt-5 10 x 1", "model shape 'gpt-5' is unknown"),
-        ("llama3.1-8b 10 x 0", "asks for 0 requests of 10 tokens"),
+        ("llama3.1-8b 10 x 0", "asks for 0 requests of 10 tokens; each must be above 0"),
         ("llama2-7b 8192 x 1", "a context of 8,192 tokens exceeds the 4,096 that llama2-7b has"),
         ("llama3.1-8b 10 x 1, tpot < 1.2.3 ms", "has a number that cannot be read"),
     ],

@@ -262,6 +262,10 @@ def test_stops_that_are_no_sequence_are_refused(name):
         ({"op_timeout_s": float("nan")}, "op_timeout_s must be a positive number of seconds, got nan"),
         ({"op_timeout_s": -1}, "op_timeout_s must be a positive number of seconds, got -1"),
         ({"op_timeout_s": "1"}, "op_timeout_s must be a positive number of seconds, got '1'"),
+        ({"policy_options": [1]}, r"policy_options must be a dict of names and values, got \[1\]"),
+        ({"policy_options": {1: 2}}, r"policy_options must be a dict of names and values, got \{1: 2\}"),
+        ({"device_options": 5}, "device_options must be a dict of names and values, got 5"),
+        ({"cpu_fraction": "0.5"}, "cpu_fraction must lie in 0..1, got '0.5'"),
         ({"kv_dtype": "foo"}, "dtype 'foo' is unknown"),
         ({"policy": 3}, "policy must be a name or a Policy, got 3"),
         ({"policy_options": {"x": 1}}, "has no option 'x'"),
@@ -272,6 +276,15 @@ def test_stops_that_are_no_sequence_are_refused(name):
 def test_options_of_an_LLM_are_checked_by_type_and_range(open_tiny, options, message):
     with pytest.raises(InputError, match=message):
         open_tiny(**options)
+
+
+def test_seconds_and_shares_may_be_of_any_kind_and_size(open_tiny):
+    options = {"cpu_fraction": np.float32(0.5), "op_timeout_s": np.int64(9), "max_num_seqs": np.int64(4)}
+    with open_tiny(**options) as llm:
+        assert (llm.config.op_timeout_ns, llm.policy.cpu_fraction) == (9 * 10**9, 0.5)
+        assert type(llm.config.max_num_seqs) is int
+    with open_tiny(op_timeout_s=1e300) as llm:
+        assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 def test_a_head_size_that_no_kernel_has_is_refused_before_any_page_is_made(tiny):

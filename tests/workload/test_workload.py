@@ -157,3 +157,8 @@ def test_agent_sessions_in_a_closed_loop_run_one_session_at_a_time():
 def test_bad_input_names_the_argument_and_the_number(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_arrivals_beyond_the_clock_are_refused():
+    with pytest.raises(InputError, match="rate_per_s 1e-30 puts 4 arrivals over more than 292 years"):
+        Poisson(1e-30).draw(np.random.default_rng(0), 4)
