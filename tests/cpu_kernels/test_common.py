@@ -102,6 +102,7 @@ def test_short_beginnings_and_rows_alone_are_read_as_before(problem: Any) -> Non
     assert np.array_equal(plain.run(p.q)[0], once.run(p.q)[0])
 
 
+@pytest.mark.filterwarnings("ignore:num_workers 2 is more than the")  # where one cpu is left
 def test_new_tokens_are_appended_and_workers_agree(problem: Any) -> None:
     p = alike(problem, LENS, {1: 5, 3: 6, 4: 6, 6: 5, 7: 6}, dtype="fp32")
     k, v = (np.random.default_rng(i).standard_normal((len(LENS), 2, 64)).astype(np.float32) for i in (1, 2))

@@ -111,10 +111,12 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(tiny):
 def test_an_engine_that_needs_another_torch_thread_count_is_refused(tiny):
     from hybridattn.devices.cores import CorePlan
 
+    cpu = min(os.sched_getaffinity(0))
+    two = {"cores": CorePlan(gpu=(cpu, cpu + 1), pool=(cpu,))}
     with open_tiny(tiny):
         with pytest.raises(InputError, match="gpu_threads 2: another host device of this process uses 1"):
-            open_tiny(tiny, device_options={"cores": CorePlan(gpu=(0, 1), pool=(0,))})
-    open_tiny(tiny, device_options={"cores": CorePlan(gpu=(0, 1), pool=(0,))}).close()
+            open_tiny(tiny, device_options=two)
+    open_tiny(tiny, device_options=two).close()
 
 
 def test_the_driver_is_never_on_a_cpu_of_the_pool(tiny, monkeypatch):
