@@ -32,6 +32,7 @@ except RuntimeError:
         _kept = tempfile.mkdtemp(prefix="hybridattn-tests-")
         atexit.register(shutil.rmtree, _kept, ignore_errors=True)
         os.environ |= {"CPU_KERNELS_CACHE": f"{_kept}/kernels", "HYBRIDATTN_CACHE": f"{_kept}/models"}
+        os.environ |= {name: f"{_kept}/jupyter" for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
 if not os.access(Path(__file__).parents[1], os.W_OK):
     settings.register_profile("read-only", database=None)
     settings.load_profile("read-only")

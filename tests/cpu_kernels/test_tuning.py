@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_a_user_without_a_home_has_the_table(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_search_ends_in_time_and_keeps_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    usual = os.environ.get("CPU_KERNELS_CACHE")
     monkeypatch.setenv("CPU_KERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "SMALLEST", 1 << 20)
     monkeypatch.setattr(tune, "LARGEST", 1 << 20)
@@ -131,6 +133,8 @@ def test_the_search_ends_in_time_and_keeps_what_it_found(
     assert "not tried" in printed and "kept in" in printed and time.monotonic() - start < 60
     assert tuning.load(tmp_path, tuning.processor()) == tuning.from_table(tuning.processor())
     monkeypatch.delenv("CPU_KERNELS_CACHE")  # where what is compiled here lies already
+    if usual is not None:
+        monkeypatch.setenv("CPU_KERNELS_CACHE", usual)
     with ck.WorkerPool(1) as pool:
         best, log = tune.search(30.0, lambda line: None, pool)
     assert len(log) == 1 + len(some) and isinstance(best, Tuning)
