@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class GgufFacts:
         if f"{arch}.attention.sliding_window" in meta:
             raise InputError(f"{name}: a sliding window in a GGUF is not supported; use the safetensors folder")
         _check_keys(name, arch, meta)
+        _check_tokens(name, meta)
         theta = float(meta.get(f"{arch}.rope.freq_base", 10000.0))
         return cls(arch, _pre_tokenizer(name, meta), theta, _rope_scaling(name, arch, meta, rope_freqs), meta)
 
@@ -84,6 +86,11 @@ _READ = (
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
+_COUNTS = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size",
+)  # fmt: skip
+_NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor")
 _NO_EXPERTS = ("expert_count", "expert_used_count")  # 0 in files of models without experts
 
 
@@ -91,11 +98,33 @@ def _check_keys(name: str, arch: str, meta: Mapping[str, Any]) -> None:
     for key in _NEEDED:
         if f"{arch}.{key}" not in meta:
             raise InputError(f"{name}: {arch}.{key} is missing")
+    for key in _COUNTS:
+        value = meta.get(f"{arch}.{key}", 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise InputError(f"{name}: {arch}.{key} must be a positive integer of 31 bits, got {value!r}")
+    for key in _NUMBERS:
+        value = meta.get(f"{arch}.{key}", 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InputError(f"{name}: {arch}.{key} must be a finite number, got {value!r}")
     for key, value in meta.items():
         short = key.removeprefix(f"{arch}.")
         if short == key or short in _READ or (short in _NO_EXPERTS and value == 0):
             continue
         raise InputError(f"{name}: the entry {key} ({value!r}) is not understood")
+
+
+def _check_tokens(name: str, meta: Mapping[str, Any]) -> None:
+    """Ids lie within the list of tokens, and each token has a type."""
+    tokens, types = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, int):
+        return  # the converter refuses it
+    if isinstance(types, int) and types != tokens:
+        raise InputError(f"{name}: tokenizer.ggml.token_type has {types} entries for {tokens} tokens")
+    for kind in ("bos", "eos", "unknown", "padding"):
+        key = f"tokenizer.ggml.{kind}_token_id"
+        value = meta.get(key, 0)
+        if not isinstance(value, int) or not 0 <= value < tokens:
+            raise InputError(f"{name}: {key} must be one of the {tokens} tokens, got {value!r}")
 
 
 def _metadata(path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -106,7 +135,8 @@ def _metadata(path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as e:
         raise InputError(f"{path} is not a readable GGUF file: {e}") from e
-    meta = {k: len(f.data) if len(f.data) > 1 else f.contents() for k, f in reader.fields.items()}
+    long = {k for k, f in reader.fields.items() if k.startswith("tokenizer.") and len(f.data) > 1}
+    meta = {k: len(f.data) if k in long else f.contents() for k, f in reader.fields.items()}
     freqs = [np.array(t.data, dtype=np.float32) for t in reader.tensors if t.name == "rope_freqs.weight"]
     return meta, freqs[0] if freqs else None
 

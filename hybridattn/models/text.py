@@ -177,10 +177,9 @@ class Tokenizer:
         told |= {"chat_template": chat_template, "continue_final_message": continue_final_message}
         told["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = self._chat.apply_chat_template(list(messages), tokenize=False, **told)
-            ids = self._chat.apply_chat_template(
-                list(messages), return_dict=False, sanitize_control_tokens=True, **told
-            )
+            conversation = list(messages)  # once: they may come from a generator
+            text = self._chat.apply_chat_template(conversation, tokenize=False, **told)
+            ids = self._chat.apply_chat_template(conversation, return_dict=False, sanitize_control_tokens=True, **told)
         except InputError:
             raise
         except Exception as e:  # whatever the code inside a template raises, besides its own refusals

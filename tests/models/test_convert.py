@@ -22,7 +22,7 @@ from hybridattn.core.errors import InputError
 from hybridattn.models import convert
 from hybridattn.models.config import RopeConfig, read_config
 from hybridattn.models.convert import converted
-from hybridattn.models.gguf_facts import PRE_TOKENIZERS
+from hybridattn.models.gguf_facts import PRE_TOKENIZERS, GgufFacts
 from hybridattn.models.locate import resolve
 from hybridattn.models.pieces import byte_alphabet
 from hybridattn.models.rope import inverse_frequencies
@@ -274,6 +274,36 @@ def test_L07_a_changed_gguf_is_refused_by_name(change, message, write_gguf, own_
     with pytest.raises(InputError, match=message):
         converted(path)
     assert nothing_in(own_cache)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "message"),
+    [
+        (
+            "llama.rope.freq_base",
+            [1.0, 2.0],
+            "ARRAY",
+            r"llama.rope.freq_base must be a finite number, got \[1.0, 2.0\]",
+        ),
+        ("llama.rope.scaling.factor", "x", "STRING", "llama.rope.scaling.factor must be a finite number, got 'x'"),
+        ("llama.attention.head_count", 0, "UINT32", "llama.attention.head_count must be a positive integer of 31 bits"),
+        ("llama.block_count", 2**32 - 1, "UINT32", "llama.block_count must be a positive integer of 31 bits, got 4294"),
+        ("tokenizer.ggml.eos_token_id", -1, "INT32", r"eos_token_id must be one of the \d+ tokens, got -1"),
+        ("tokenizer.ggml.bos_token_id", 2**31, "UINT32", r"bos_token_id must be one of the \d+ tokens, got 2147483648"),
+        ("tokenizer.ggml.token_type", [1, 2], "ARRAY", r"token_type has 2 entries for \d+ tokens"),
+    ],
+)
+def test_an_entry_of_another_kind_or_out_of_range_is_refused_by_name(key, value, kind, message, tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "tiny.gguf", "llama")
+    _metadata(writer, "llama", {})
+    writer.kv_data[0].pop(key, None)
+    kinds = {} if kind != "ARRAY" else {"sub_type": gguf.GGUFValueType.get_type(value[0])}
+    writer.add_key_value(key, value, gguf.GGUFValueType[kind], **kinds)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InputError, match=message):
+        GgufFacts.read(path)
 
 
 def test_a_text_of_a_gguf_that_is_no_utf8_is_refused(tmp_path):

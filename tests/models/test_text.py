@@ -112,6 +112,12 @@ def test_what_a_user_writes_is_never_a_control_token(real_model):
     assert end in tokenizer.encode("say <|endoftext|>", control_tokens=True)
 
 
+def test_messages_may_come_from_a_generator(real_model):
+    apply = real_model.tokenizer.apply_chat_template
+    from_generator, from_list = apply(iter(chat("hi"))), apply(chat("hi"))
+    assert (from_generator, from_generator.token_ids) == (from_list, from_list.token_ids)
+
+
 MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "\n", "system", "<repo_name>"]
 
 
