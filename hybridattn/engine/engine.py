@@ -139,7 +139,13 @@ class Engine:
             when_ns = now_ns if arrival_ns is None else arrival_ns
             request = self._queue.request(prompt, max_tokens, params, request_id, when_ns, self._requests)
             request.session, request.keep = session, bool(session) and keep
-            self.scheduler.refuse_impossible(request)
+            try:
+                self.scheduler.refuse_impossible(request)
+            except HybridAttnError:
+                raise
+            except Exception as error:  # of a policy
+                why = f"request {request.request_id} cannot be added: {type(error).__name__}{self._place(error)}"
+                raise InputError(f"{why}: {error}") from error
             if not self._queue.accept(request, now_ns):
                 self.scheduler.queues.wait(request)
             self._requests[request.request_id] = request

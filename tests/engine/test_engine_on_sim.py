@@ -283,3 +283,13 @@ def test_sizes_of_zero_dispatch_nothing_and_end_in_no_endless_loop():
     engine = build(Answering("dispatch", (0,)), 3, gpu_blocks=20, cpu_blocks=20)
     jobs = [([7] * 5, 9), ([8] * 5, 9), ([9] * 5, 9)]
     assert serve(engine, jobs) == [reference(prompt, count, LAYERS) for prompt, count in jobs]
+
+
+def test_a_policy_that_raises_where_a_request_comes_is_named_and_the_engine_goes_on():
+    policy = AsyncOverlap()
+    policy.allowed = lambda index: 1 // 0
+    engine = build(policy, 3, gpu_blocks=20, cpu_blocks=20)
+    with pytest.raises(InputError, match="request r0 cannot be added: ZeroDivisionError.*: integer division or modulo"):
+        engine.add([7] * 5, 3)
+    del policy.allowed
+    assert serve(engine, [([7] * 5, 3)]) == [reference([7] * 5, 3, LAYERS)]
