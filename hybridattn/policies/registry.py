@@ -70,6 +70,10 @@ def _imported(path: str) -> type[Policy]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"policy '{path}' cannot be imported: {error}") from error
+    except HybridAttnError:
+        raise
+    except Exception as error:  # somebody's module, or no name of one
+        raise InputError(f"policy '{path}' cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise InputError(f"policy '{path}' is not a subclass of hybridattn.policies.base.Policy")
     return found

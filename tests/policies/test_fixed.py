@@ -121,6 +121,8 @@ def test_policies_are_found_by_name_and_by_import_path():
     [
         ("nonsense", {}, "policy 'nonsense' is unknown; choose one of .*async_overlap, .*gpu_only, .*sync_offload"),
         ("no.such:Thing", {}, "policy 'no.such:Thing' cannot be imported"),
+        (":Thing", {}, "policy ':Thing' cannot be imported: ValueError: Empty module name"),
+        (".such:Thing", {}, "policy '.such:Thing' cannot be imported: TypeError: the 'package' argument is required"),
         ("os:getcwd", {}, "not a subclass"),
         ("async_overlap", {"speed": 3}, "policy 'async_overlap' has no option 'speed'"),
         ("async_overlap", {"cpu_fraction": 1.5}, "cpu_fraction must lie in 0..1, got 1.5"),
