@@ -42,7 +42,8 @@ def room_of(module: str) -> str:
 
 def rooms() -> list[dict[str, Any]]:
     """Files, lines and floors of each room."""
-    graph = grimp.build_graph(*[p for p in PACKAGES if (ROOT / p / "__init__.py").exists()])
+    packages = [p for p in PACKAGES if (ROOT / p / "__init__.py").exists()]
+    graph = grimp.build_graph(*packages, cache_dir=None)  # the clone may be somebody else's
     by_room: dict[str, list[str]] = {}
     for name in modules():
         by_room.setdefault(room_of(name), []).append(name)
