@@ -47,9 +47,11 @@ def track(folder: ResultFolder, tracker: Any, console: Console) -> bool:
         return False
     argv = [sys.executable, "-m", "experiments.wandb_sink", str(folder.path), "--project", tracker.project,
             "--mode", tracker.mode, *(word for tag in tracker.tags for word in ("--tag", tag))]  # fmt: skip
+    home = os.path.expanduser("~")
     process = subprocess.Popen(
-        argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "HOME": str(folder.path) if home == "~" else home},  # wandb does not begin without one
+    )  # fmt: skip
     limit_s = tracker.timeout_s + RUN_S * len(folder.rows())
     try:
         _, err = process.communicate(timeout=limit_s)

@@ -285,3 +285,11 @@ def test_launchers_compile_nothing_that_is_not_listed(recorder: Any, sm: int) ->
     extra, missing = kept.keys - listed, listed - kept.keys
     assert not extra, sorted(map(str, extra))[:3]
     assert not missing, sorted(map(str, missing))[:3]
+
+
+def test_triton_keeps_its_files_apart_for_a_user_without_a_home_folder(tmp_path):
+    code = "import os, gpu_kernels; print(os.environ['TRITON_HOME'], os.path.isdir(os.environ['TRITON_HOME']))"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | {"HOME": "~", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    folder, made = done.stdout.split()
+    assert made == "True" and folder.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
