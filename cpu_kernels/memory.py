@@ -55,14 +55,17 @@ def allocate(
     Raises
     ------
     MemoryError
-        If more is asked for than the system has available.
+        If more is asked for than the system has available, or grants this process.
     """
     have = available_bytes()
     if touch and have is not None and num_bytes > have:
         raise MemoryError(f"{what} needs {num_bytes} bytes, but only {have} bytes of memory are available")
     align = HUGE_PAGE if huge_pages else 4096
     # private: shared memory, Python's default, is small pages unless the system's shmem_enabled says otherwise
-    memory = mmap.mmap(-1, max(num_bytes, 1) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # a limit of this process, or of all that are there
+        raise MemoryError(f"{what} needs {num_bytes} bytes, which the system refuses: {error.strerror}") from error
     if huge_pages and hasattr(memory, "madvise"):
         try:
             memory.madvise(_MADV_HUGEPAGE)

@@ -87,7 +87,8 @@ def _cuda() -> str:
     reason = why_no_cuda()
     if reason is not None:
         return f"no: {reason}"
-    from hybridattn.devices.cuda import TorchCuda, handover_of  # torch comes with it, which some machines lack
+    from hybridattn.devices.cuda import TorchCuda  # torch comes with it, which some machines lack
+    from hybridattn.devices.handover import handover_of
 
     runtime = TorchCuda()
     way, why = handover_of(runtime, "auto")

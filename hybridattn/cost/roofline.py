@@ -77,4 +77,3 @@ class Roofline:
             raise InputError(f"no roofline for {work!r}; this one prices {', '.join(self._per_kind)}") from None
         compute, memory = work.flops * ns_per_flop, work.num_bytes * ns_per_byte
         return self.launch_ns + int((compute if compute > memory else memory) + 0.5)
-

@@ -38,12 +38,11 @@ from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, TorchCuda
 from hybridattn.devices.cuda_spans import spans_of
 from hybridattn.devices.fingerprint import fingerprint
-from hybridattn.devices.handover import HandoverLane, why_no_host_call, why_no_words
+from hybridattn.devices.handover import HANDOVERS, HandoverLane, handover_of
 from hybridattn.devices.lane import inherited
 from hybridattn.devices.live import LiveDevice
 from hybridattn.devices.word_bounds import WordBounds
 
-HANDOVERS = ("auto", "bell", "stream", "poll")
 _UNSEEN = 32
 _START_NS = 30_000_000_000  # longest wait for the idle card when the device opens
 
@@ -389,19 +388,6 @@ def _unpin(device: weakref.ref[CudaDevice], address: int) -> None:
     if opened._closed or opened._at_rest(deadline):
         with suppress(RuntimeError):  # a card that has failed
             opened.runtime.unpin(address)
-
-
-def handover_of(runtime: CudaRuntime, wanted: str, no_bell: str | None = None) -> tuple[str, str | None]:
-    """The way of ``wanted`` that works here, and why not the one before it; InputError where that was asked for."""
-    reason = no_bell
-    for way, why_not in (("bell", why_no_words), ("stream", why_no_host_call)):
-        if wanted in ("auto", way) and not (way == "bell" and no_bell):
-            if (found := why_not(runtime)) is None:
-                return way, reason
-            if wanted == way:
-                raise InputError(f"handover '{way}' cannot be used: {found}")
-            reason = found
-    return "poll", "asked for" if wanted == "poll" else reason
 
 
 def _budget(runtime: CudaRuntime, wanted: int | None) -> int:

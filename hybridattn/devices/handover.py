@@ -20,11 +20,13 @@ import time
 from typing import Any
 
 from cpu_kernels import WorkerPool
+from hybridattn.core.errors import InputError
 from hybridattn.core.op import D2H, SKIPPED, WAITED, NativeJob, Op
 from hybridattn.devices.cpu_lane import CpuLane
 from hybridattn.devices.cuda_future import HandoverFuture, StreamFuture
 from hybridattn.devices.cuda_runtime import CudaRuntime, Stream
 
+HANDOVERS = ("auto", "bell", "stream", "poll")
 PROBE_S = 2.0
 
 
@@ -96,6 +98,19 @@ class HandoverLane(CpuLane):
             self._runtime.write_word(self.stream, *self._jobs.arm(job))
         else:
             self._runtime.host_call(self.stream, self._jobs.push_address, self._jobs.descriptor(job))
+
+
+def handover_of(runtime: CudaRuntime, wanted: str, no_bell: str | None = None) -> tuple[str, str | None]:
+    """The way of ``wanted`` that works here, and why not the one before it; InputError where that was asked for."""
+    reason = no_bell
+    for way, why_not in (("bell", why_no_words), ("stream", why_no_host_call)):
+        if wanted in ("auto", way) and not (way == "bell" and no_bell):
+            if (found := why_not(runtime)) is None:
+                return way, reason
+            if wanted == way:
+                raise InputError(f"handover '{way}' cannot be used: {found}")
+            reason = found
+    return "poll", "asked for" if wanted == "poll" else reason
 
 
 def why_no_host_call(runtime: CudaRuntime) -> str | None:

@@ -65,7 +65,8 @@ def close_abandoned() -> None:
     """Close the devices whose owners are gone: their threads would go on for ever."""
     with interrupts_held:
         for device in [d for d in _open_devices if d.owner is not None and d.owner() is None]:
-            device.close()
+            with suppress(DeviceError):  # one whose lane hangs is not the fault of who opens the next
+                device.close()
 
 
 @atexit.register
@@ -166,9 +167,12 @@ class LiveDevice(ABC):
             try:
                 self._stop()
             except Exception:
-                self._ended = True
+                self._end()
                 raise
-            self._ended = True
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
         _open_devices.discard(self)
 
     @abstractmethod

@@ -32,7 +32,8 @@ class AtWork:
         try:
             self.turn.acquire()
         except KeyboardInterrupt:  # the second one, while another thread's step hangs
-            interrupts_held.__exit__()
+            if self._held:
+                interrupts_held.__exit__()
             raise
         self._depth += 1
         if self._depth == 1:

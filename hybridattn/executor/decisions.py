@@ -10,6 +10,7 @@ has the op under way to do while the policy thinks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from hybridattn.core.device import Future
 from hybridattn.core.errors import StallError
@@ -165,7 +166,7 @@ class Decisions:
         number = None if policy.no_detour(at) else policy.detour(in_flight.micro_batches, at)
         if number is None:
             return None
-        one = next((c for c in in_flight.micro_batches if c.number == number), None)
+        one = in_flight.by_number.get(number) if isinstance(number, Integral) else None
         if one is None:
             raise refused(policy, "detour", "the number of a micro-batch in flight", number)
         return one if one.ready or self._wait(one, at) else None

@@ -204,6 +204,17 @@ def test_large_buffers_may_have_huge_pages_and_can_be_given_back() -> None:
     assert not buffer.any()
 
 
+def test_memory_that_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the process (``ulimit -v``) says no where the machine has room."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("cpu_kernels.memory.mmap.mmap", refuse)
+    with pytest.raises(MemoryError, match="weights needs 4096 bytes, which the system refuses: Cannot allocate memory"):
+        allocate(4096, "weights", touch=False)
+
+
 def test_available_memory_is_read_from_meminfo() -> None:
     assert available_bytes("MemTotal: 10 kB\nMemAvailable:   7 kB\n") == 7168
     assert available_bytes("") is None

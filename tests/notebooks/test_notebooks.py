@@ -54,7 +54,8 @@ def run_again(name, tmp_path, monkeypatch):
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
         book = read(name)
         twice = read(name)
-        twice.cells = [cell for cell in book.cells for _ in range(2)]  # the same objects: the second run is what is left
+        # the same objects: the second run is what is left
+        twice.cells = [cell for cell in book.cells for _ in range(2)]
         NotebookClient(twice, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
     return book
 

@@ -6,10 +6,15 @@ import copy
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from hybridattn import SamplingParams
+from hybridattn.core.errors import DeviceError
+from hybridattn.core.interrupts import interrupts_held
+from hybridattn.devices import live
+from hybridattn.engine.at_work import AtWork
 
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True)
 
@@ -41,6 +46,29 @@ def test_an_llm_that_nobody_holds_gives_its_threads_back_when_the_next_opens(ope
         llm.generate([[1, 2]])
     assert piece.finish_reason is None and len(list(call)) == DRAWN.max_tokens - 1
     assert used == 2 * (threading.active_count() - before)  # those of the call's, and of this one
+
+
+def test_an_abandoned_llm_that_does_not_end_is_not_the_fault_of_the_next(open_tiny, monkeypatch):
+    llm = open_tiny()
+    device, stop = llm.device, llm.device._stop
+    monkeypatch.setattr(device, "_stop", lambda: (stop(), _raise(DeviceError("a lane hangs"))))
+    del llm
+    with open_tiny() as other:
+        assert other.generate([[1, 2]])
+    assert device not in live._open_devices
+
+
+def _raise(error):
+    raise error
+
+
+def test_an_interrupt_while_another_thread_is_at_work_leaves_nothing_held(monkeypatch):
+    """On a simulated device nothing was held back, so nothing is to be let go."""
+    at_work = AtWork(False, lambda: None)
+    at_work.turn = SimpleNamespace(acquire=lambda: _raise(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt), at_work:
+        pass
+    assert interrupts_held._depth == 0
 
 
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
